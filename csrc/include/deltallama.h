@@ -1,0 +1,296 @@
+/* deltallama: hybrid KDA + MLA language models (Kimi-Linear, Kimi-K3) from GGUF files.
+ *
+ * This header is the whole public interface. Two opaque handles: a `delta_model` is a GGUF file opened on a device, with its
+ * memory and a fixed number of session slots; a `delta_session` is one timeline of tokens in such a slot. Text never crosses
+ * this interface, token ids do.
+ *
+ * Status   Every fallible function returns a delta_status. Outputs come through pointers and are untouched on failure.
+ *          delta_last_error() gives the calling thread's last message: what, where, expected, found.
+ * Owning   Who creates, frees. Borrowed pointers live until the next call on the same handle.
+ * Threads  Queries and row quantization may run on any thread at any time. Computation (sync, eval, load, save) is one call at a
+ *          time per model; a second one returns DELTA_BUSY. There is no hidden queue.
+ * Structs  Parameter and result structs begin with `size` = sizeof(struct), set by the caller or by the *_init function; they
+ *          grow only at the end.
+ *
+ * The region between the cdef marks is plain C without includes or conditionals: the Python binding is generated from it. */
+#ifndef DELTALLAMA_H
+#define DELTALLAMA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+
+#ifdef __GNUC__
+#pragma GCC visibility push(default)
+#endif
+
+/* cdef-begin */
+#define DELTA_ABI_VERSION 1
+
+typedef enum delta_status {
+    DELTA_OK = 0,
+    DELTA_ARG = 1,          /* an argument is out of range or null */
+    DELTA_ABI = 2,          /* a struct size or version does not fit this library */
+    DELTA_IO = 3,           /* the operating system refused a file operation */
+    DELTA_FORMAT = 4,       /* a file is damaged or contradicts itself */
+    DELTA_UNSUPPORTED = 5,  /* valid, but not something this build can run */
+    DELTA_MEMORY = 6,       /* an allocation failed */
+    DELTA_CONTEXT_FULL = 7, /* the timeline would exceed n_ctx */
+    DELTA_DEVICE = 8,       /* the device failed */
+    DELTA_NUMERIC = 9,      /* NaN or infinity where a number belongs */
+    DELTA_STATE = 10,       /* not allowed in the present state of the handle */
+    DELTA_BUSY = 11,        /* another computation runs on this model */
+    DELTA_CANCELLED = 12    /* delta_model_cancel was called, or a progress callback asked to stop */
+} delta_status;
+
+/* How finely a product with quantized weights may round its input. Routers, gates, norms and states are always float32. */
+typedef enum delta_activations {
+    DELTA_EXACT = 0, /* float32 inputs */
+    DELTA_FINE = 1,  /* 16-bit integers per block, or two int8 parts */
+    DELTA_FAST = 2   /* int8 per block */
+} delta_activations;
+
+/* Which rows of an evaluation keep their logits. */
+typedef enum delta_logits_mode {
+    DELTA_LOGITS_NONE = 0,
+    DELTA_LOGITS_LAST = 1,
+    DELTA_LOGITS_ALL = 2
+} delta_logits_mode;
+
+typedef struct delta_model delta_model;
+typedef struct delta_session delta_session;
+
+typedef void (*delta_log_fn)(int level, const char *message, void *user);       /* level: 0 debug, 1 info, 2 warning */
+typedef int (*delta_progress_fn)(uint64_t done, uint64_t total, void *user);    /* non-zero asks to stop */
+
+typedef struct delta_device_info {
+    uint32_t size;
+    char kind[16];        /* "cpu", "ref" */
+    char name[96];        /* processor name and the kernels in use */
+    char isa[32];         /* "generic", "avx2" */
+    uint64_t bytes_free;
+    uint64_t bytes_total;
+} delta_device_info;
+
+typedef struct delta_model_params {
+    uint32_t size;
+    uint32_t n_ctx;             /* positions per session; 0: the smaller of the file's context length and 4096 */
+    uint32_t n_batch;           /* rows per step; 0: 512 */
+    uint32_t n_outputs;         /* rows per step that may ask for logits; 0: 16, at least n_sessions */
+    uint32_t n_sessions;        /* slots; 0: 1 */
+    uint32_t n_threads;         /* 0: physical cores */
+    uint32_t activations;       /* delta_activations */
+    uint32_t cache_type;        /* type id of the latent cache: 0 F32, 1 F16, 30 BF16 */
+    const char *device;         /* kind of device; null: "cpu" */
+    uint64_t checkpoint_bytes;  /* budget for checkpoints of recurrent state, all sessions together; UINT64_MAX: 8 per session, at most 1 GiB */
+    uint32_t checkpoint_every;  /* rows between checkpoints while a prompt is computed; 0: 512 */
+    uint32_t poison;            /* 1: outputs are filled with NaN before every op (tests) */
+    delta_progress_fn progress; /* called while the file is checked; may be null */
+    void *progress_user;
+} delta_model_params;
+
+typedef struct delta_model_info {
+    uint32_t size;
+    char architecture[32];
+    uint32_t n_layer;
+    uint32_t n_layer_kda;
+    uint32_t n_layer_mla;
+    uint32_t n_embd;
+    uint32_t n_vocab;
+    uint32_t n_head;
+    uint32_t n_expert;
+    uint32_t n_expert_used;
+    uint32_t n_ctx_train;
+    uint32_t n_ctx;
+    uint32_t n_batch;
+    uint32_t n_outputs;
+    uint32_t n_sessions;
+    uint32_t n_threads;
+    uint32_t activations;
+    uint32_t cache_type;
+    int32_t token_bos;          /* -1: the file names none */
+    int32_t token_eos;
+    int32_t token_pad;
+    uint64_t n_params;          /* stored parameters */
+    uint64_t n_params_active;   /* parameters one token touches, the embedding table left out */
+    uint64_t weight_bytes;      /* bytes of all tensors */
+    uint64_t weight_bytes_active; /* bytes one token reads */
+    uint64_t checkpoint_size;   /* bytes of one checkpoint */
+    uint32_t n_checkpoints;     /* checkpoints that fit the budget */
+} delta_model_info;
+
+/* Planned bytes on the model's device. Mapped weights are pages of the file; everything else is anonymous memory, allocated and
+ * touched when the model opens. */
+typedef struct delta_memory {
+    uint32_t size;
+    uint64_t weights_mapped;
+    uint64_t weights_private;   /* repacked or converted copies */
+    uint64_t state;             /* recurrent state and latent cache of all slots */
+    uint64_t checkpoints;
+    uint64_t arena;             /* activations of one step */
+    uint64_t workspace;         /* scratch of kernels */
+    uint64_t logits;            /* last logits of all sessions */
+    uint64_t total_private;     /* sum of all but weights_mapped */
+} delta_memory;
+
+typedef struct delta_sync_result {
+    uint32_t size;
+    uint64_t n_reused;    /* leading tokens whose state was kept or restored */
+    uint64_t n_computed;  /* tokens evaluated by this call */
+    uint64_t n_replayed;  /* of those, tokens that had been evaluated before and had to be again */
+} delta_sync_result;
+
+typedef struct delta_token_bias {
+    int32_t token;
+    float bias;
+} delta_token_bias;
+
+/* Order: mask, logit bias, penalties, then temperature 0 takes the best token; otherwise temperature, top-k, top-p, min-p, draw.
+ * The draw is a function of (seed, length of the timeline), so the same seed and text give the same token. */
+typedef struct delta_sampling_params {
+    uint32_t size;
+    float temperature;          /* 0: greedy */
+    int32_t top_k;              /* 0: all */
+    float top_p;                /* 1: off */
+    float min_p;                /* 0: off */
+    float repetition_penalty;   /* 1: off */
+    float presence_penalty;     /* 0: off */
+    float frequency_penalty;    /* 0: off */
+    int32_t penalty_last_n;     /* tokens looked back on; -1: all, 0: none */
+    uint64_t seed;
+    const delta_token_bias *logit_bias;
+    size_t n_logit_bias;
+    const uint32_t *token_mask; /* bit t allows token t, ceil(n_vocab / 32) words; null: all */
+} delta_sampling_params;
+
+typedef struct delta_top_token {
+    int32_t token;
+    float logit;
+    float logprob;  /* natural logarithm of the softmax over the raw logits */
+} delta_top_token;
+
+typedef struct delta_batch_item {
+    delta_session *session;
+    const int32_t *tokens;
+    size_t n_tokens;
+    uint32_t logits;  /* delta_logits_mode */
+} delta_batch_item;
+
+typedef struct delta_stats {
+    uint32_t size;
+    uint64_t n_computed;       /* tokens evaluated */
+    uint64_t n_reused;         /* tokens that sync did not have to evaluate */
+    uint64_t n_replayed;       /* tokens evaluated again after a restore */
+    uint64_t n_steps;
+    uint64_t n_checkpoints;    /* checkpoints held now */
+    uint64_t checkpoint_bytes;
+    uint64_t compute_ns;
+} delta_stats;
+
+/* -- library ------------------------------------------------------------------------------------------------------------- */
+/* The interface version compiled into the library; compare it with DELTA_ABI_VERSION before anything else. */
+uint32_t delta_abi_version(void);
+/* Release text such as "0.1.0". Static. */
+const char *delta_version(void);
+/* Compiler, compiled ISAs, options. Static. */
+const char *delta_build_info(void);
+/* Name of a status, such as "FORMAT". Static. */
+const char *delta_status_name(delta_status status);
+/* The calling thread's last error message; empty when there was none. Borrowed until the thread's next failing call. */
+const char *delta_last_error(void);
+/* Sends log lines to `fn` (null: nowhere, the default). The callback may be called from any thread that calls the library. */
+void delta_set_log(delta_log_fn fn, void *user);
+/* Number of devices this build can use here. */
+uint32_t delta_device_count(void);
+/* Describes device `index`; `info->size` must be set. */
+delta_status delta_device_info_get(uint32_t index, delta_device_info *info);
+
+/* -- model --------------------------------------------------------------------------------------------------------------- */
+/* Fills in defaults. */
+void delta_model_params_init(delta_model_params *params);
+/* Opens a GGUF file (the first of a split set opens all), checks every tensor and key, plans and allocates. Free with
+ * delta_model_close. */
+delta_status delta_model_open(const char *path, const delta_model_params *params, delta_model **model);
+/* Does all of delta_model_open but the allocation and reports what it would use. Nothing to free. */
+delta_status delta_model_plan(const char *path, const delta_model_params *params, delta_model_info *info, delta_memory *memory);
+/* Frees the model; DELTA_STATE while it has sessions. Null is allowed. */
+delta_status delta_model_close(delta_model *model);
+/* Sizes and special ids. */
+delta_status delta_model_info_get(const delta_model *model, delta_model_info *info);
+/* Planned (= allocated) bytes. */
+delta_status delta_model_memory(const delta_model *model, delta_memory *memory);
+/* One metadata value as text into `buffer` of `capacity` bytes, zero-terminated; `needed` gets the size with the zero. A null
+ * buffer only asks for the size. Arrays print as [a, b, ...]. */
+delta_status delta_model_meta(const delta_model *model, const char *key, char *buffer, size_t capacity, size_t *needed);
+/* 1 if generation ends at this token: the file's eos, or an end-of-turn token by name ([EOS], [EOT], <|im_end|>,
+ * <|end_of_msg|>). */
+int delta_model_is_stop(const delta_model *model, int32_t token);
+/* Asks the running computation of this model to stop at the next step border; it returns DELTA_CANCELLED. Without one running it
+ * does nothing. Any thread. */
+void delta_model_cancel(delta_model *model);
+/* Totals over all sessions since opening. */
+delta_status delta_model_stats(const delta_model *model, delta_stats *stats);
+
+/* -- session ------------------------------------------------------------------------------------------------------------- */
+/* Takes a free slot; DELTA_STATE if there is none. Free with delta_session_free. */
+delta_status delta_session_create(delta_model *model, delta_session **session);
+/* Returns the slot. Null is allowed; DELTA_BUSY while the session computes. */
+delta_status delta_session_free(delta_session *session);
+/* Makes the timeline equal to `tokens` (at least one), reusing what is valid: the common prefix with the present timeline, back to
+ * the newest checkpoint in it. The logits of the last token are available afterwards. `result` may be null. On failure or
+ * cancellation the timeline is a prefix of `tokens`, possibly empty. */
+delta_status delta_session_sync(delta_session *session, const int32_t *tokens, size_t n_tokens, delta_progress_fn progress,
+                                void *user, delta_sync_result *result);
+/* Appends tokens and computes; keeps logits as asked. */
+delta_status delta_session_eval(delta_session *session, const int32_t *tokens, size_t n_tokens, delta_logits_mode logits);
+/* The same for several sessions of one model, computed together. */
+delta_status delta_eval_batch(delta_model *model, const delta_batch_item *items, size_t n_items);
+/* Length of the timeline. */
+size_t delta_session_length(const delta_session *session);
+/* Copies up to `capacity` tokens of the timeline; `n_tokens` gets its length. */
+delta_status delta_session_tokens(const delta_session *session, int32_t *tokens, size_t capacity, size_t *n_tokens);
+/* Shortens the timeline to `length` tokens: restores the newest checkpoint not beyond it and recomputes the rest. There are no
+ * logits afterwards unless tokens were recomputed. */
+delta_status delta_session_truncate(delta_session *session, size_t length);
+/* Stores a checkpoint of the present position (ends of turns, before drafts). */
+delta_status delta_session_checkpoint(delta_session *session);
+/* A new session in another slot with the same timeline and state. Free with delta_session_free. */
+delta_status delta_session_fork(delta_session *session, delta_session **fork);
+/* Borrows the logits [n_vocab] of row `row` of the last evaluation's kept rows; -1 is the last. DELTA_STATE if it kept none. */
+delta_status delta_session_logits(delta_session *session, int64_t row, const float **logits, uint32_t *n_vocab);
+/* Number of rows with logits after the last evaluation. */
+size_t delta_session_logits_count(const delta_session *session);
+/* The `n` best tokens of row `row`, best first, ties by lower id. */
+delta_status delta_session_top(delta_session *session, int64_t row, delta_top_token *top, uint32_t n);
+/* Fills in defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05, penalties off, seed 0. */
+void delta_sampling_params_init(delta_sampling_params *params);
+/* Chooses a token from the last row; does not append it. */
+delta_status delta_session_sample(delta_session *session, const delta_sampling_params *params, int32_t *token);
+/* Writes the timeline and its state to a file: versioned, fingerprinted, checksummed, complete or absent. */
+delta_status delta_session_save(delta_session *session, const char *path);
+/* Reads such a file; anything that disagrees is refused and leaves the session as it was. */
+delta_status delta_session_load(delta_session *session, const char *path);
+/* Counters of this session. */
+delta_status delta_session_stats(const delta_session *session, delta_stats *stats);
+
+/* -- rows ---------------------------------------------------------------------------------------------------------------- */
+/* Bytes of a row of `n_cols` values of type `type`; 0 if the type is unknown or the length does not divide. */
+size_t delta_row_bytes(uint32_t type, int64_t n_cols);
+/* Encodes rows [n_rows, n_cols] of float32 as `type` on `n_threads` threads (0: physical cores). */
+delta_status delta_quantize_rows(uint32_t type, const float *src, void *dst, int64_t n_rows, int64_t n_cols, uint32_t n_threads);
+/* Decodes rows of `type` to float32. */
+delta_status delta_dequantize_rows(uint32_t type, const void *src, float *dst, int64_t n_rows, int64_t n_cols, uint32_t n_threads);
+/* cdef-end */
+
+#ifdef __GNUC__
+#pragma GCC visibility pop
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif
