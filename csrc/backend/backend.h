@@ -1,0 +1,78 @@
+// The only view of a device that the rest of the engine has.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "graph/graph.h"
+#include "graph/memory.h"
+#include "graph/step.h"
+#include "include/deltallama.h"
+
+namespace delta {
+
+// Device memory, committed when it is made and freed with its owner.
+struct Buffer {
+    virtual ~Buffer() = default;
+    uint8_t* data = nullptr;
+    size_t bytes = 0;
+};
+
+// One op at run time. Matrices are row-major; `n_rows` is the number of rows of the inputs and the output (for pick_rows: of the
+// output).
+struct OpCall {
+    const Op* op;
+    const Step* step;
+    int32_t n_rows;
+    const float* in[kMaxInputs];
+    float* out;         // bank_push: the bank
+    void* workspace;    // workspace_bytes() of this backend's plan
+};
+
+// Called after every op with its output, [rows, cols]; ops without an output are reported with data null.
+using Observer = std::function<void(const Op& op, const float* data, int32_t rows, int32_t cols)>;
+
+struct RunOptions {
+    bool poison = false;             // fill every output with NaN before its op
+    const Observer* observer = nullptr;
+};
+
+struct BackendOptions {
+    int32_t n_threads = 0;           // 0: physical cores
+    delta_activations activations = DELTA_FINE;
+};
+
+class Backend {
+   public:
+    virtual ~Backend() = default;
+
+    virtual void describe(delta_device_info& info) const = 0;
+    virtual int32_t n_threads() const = 0;
+
+    // Committed (every page touched), zeroed. Throws Error(MEMORY) naming `what`.
+    virtual std::unique_ptr<Buffer> allocate(size_t bytes, const char* what) = 0;
+    // Copies within the device.
+    virtual void copy(uint8_t* dst, const uint8_t* src, size_t bytes) = 0;
+    virtual void zero(uint8_t* dst, size_t bytes) = 0;
+
+    // Prepares a weight and sets `weight.device`; returns bytes of private memory it took (0: the mapped bytes are used as they are).
+    virtual size_t bind_weight(Weight& weight) = 0;
+    // Throws Error(UNSUPPORTED) naming op, backend and layer if the op cannot run with these weights.
+    virtual void check_op(const Op& op) const = 0;
+    // Scratch that running `op` with up to `n_batch` rows needs.
+    virtual size_t workspace_bytes(const Op& op, int32_t n_batch) const = 0;
+
+    // Runs the whole list. Memory: `arena` of plan.bytes, `workspace` of the largest workspace_bytes.
+    virtual void run(const Graph& graph, const ArenaPlan& plan, const Step& step, uint8_t* arena, uint8_t* workspace,
+                     const RunOptions& options) = 0;
+};
+
+// Null if this build has no device of that kind; `isa` choices come from DELTALLAMA_CPU. Throws Error(UNSUPPORTED) if the wished
+// ISA is lacking.
+std::unique_ptr<Backend> make_ref_backend(const BackendOptions& options);
+std::unique_ptr<Backend> make_cpu_backend(const BackendOptions& options);
+
+}  // namespace delta

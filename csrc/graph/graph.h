@@ -1,0 +1,56 @@
+// Records a model as a flat list of ops. A model file calls the member functions as if they computed; each call checks its shapes
+// and appends one op. Nothing is computed here. An inconsistency is an Error(FORMAT) naming op, layer and shapes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "graph/ops.h"
+
+namespace delta {
+
+struct Graph {
+    std::vector<Op> ops;
+    std::vector<Value> values;  // indexed by id
+    Value logits;               // [outputs, n_vocab]
+};
+
+class Recorder {
+   public:
+    explicit Recorder(Graph& graph) : graph_(graph) {}
+
+    // Names and layer number given to the ops recorded from now on.
+    void enter_layer(int32_t layer) { layer_ = layer; }
+
+    Value embed(const Weight& table);
+    Value rms_norm(Value x, const Weight& w, float eps);
+    Value add(Value a, Value b);
+    Value linear(Value x, const Weight& w);
+    Value head_linear(Value x, const Weight& w, int32_t stride);
+    Value glu(Value gate, Value up, const Activation& activation);
+    Value short_conv(Value x, const Weight& w, int32_t kda, int32_t stream);
+    Value kda_gate(Value f, const Weight& a, const Weight& dt, const GateParams& params);
+    Value kda_scan(Value q, Value k, Value v, Value g, Value beta, int32_t head_dim, int32_t kda);
+    Value gated_norm(Value o, Value r, const Weight& w, float eps);
+    void latent_append(Value kv, const Weight& w, float eps, int32_t mla);
+    Value mla_attention(Value absorbed, Value q, const AttentionParams& params);
+    Value mul_sigmoid(Value a, Value b);
+    Value moe_route(Value scores, const Weight* bias, const RouteParams& params);
+    Value moe_experts(Value z, Value route, const Weight& gate, const Weight& up, const Weight& down, const ExpertParams& params);
+    Value bank(int32_t n_embd, int32_t n_slots);  // no op: the wide activation that bank_push fills
+    void bank_push(Value bank, Value x, int32_t slot);
+    Value bank_mix(Value bank, int32_t n_slots, Value x, const Weight& score, float eps);
+    Value pick_rows(Value x);
+    void finish(Value logits) { graph_.logits = logits; }
+
+   private:
+    Value new_value(RowKind rows, int64_t cols, const Op& op);
+    Value append(OpKind kind, const std::string& name, std::initializer_list<Value> in, std::initializer_list<const Weight*> w,
+                 RowKind rows, int64_t cols, OpParams params);
+    void check(bool ok, OpKind kind, const std::string& name, const std::string& what) const;
+
+    Graph& graph_;
+    int32_t layer_ = -1;
+};
+
+}  // namespace delta

@@ -1,0 +1,21 @@
+// Turns the lifetimes of values into offsets in one arena.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "graph/graph.h"
+
+namespace delta {
+
+struct ArenaPlan {
+    std::vector<size_t> offset;  // bytes, per value id
+    size_t bytes = 0;            // size of the arena
+};
+
+// `n_batch` rows for token values, `n_outputs` for output values. Two values share bytes only if no op needs both; the outputs of an
+// op never overlap its inputs.
+ArenaPlan plan_arena(const Graph& graph, int32_t n_batch, int32_t n_outputs);
+
+}  // namespace delta
