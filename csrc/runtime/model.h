@@ -1,0 +1,57 @@
+// An opened model: the mapped file, its graph, its device memory. Immutable after opening but for the memory of its slots.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "gguf/gguf.h"
+#include "models/hparams.h"
+#include "models/registry.h"
+
+namespace delta {
+
+struct Model {
+    // Opens, checks, plans; with `allocate` also takes memory. Throws Error.
+    static std::unique_ptr<Model> open(const std::string& path, const delta_model_params& params, bool allocate);
+
+    std::unique_ptr<GgufSet> file;
+    std::unique_ptr<Backend> backend;
+    BoundModel bound;                 // hyperparameters, weights, graph
+    delta_model_params params;        // with all zeros resolved; the pointers in it are not kept
+    std::string device_kind;
+    StateLayout layout;
+    ArenaPlan plan;
+    size_t workspace_bytes = 0;
+    size_t weights_private = 0;
+    uint64_t fingerprint = 0;         // of architecture, hyperparameters, tensor names, shapes and types, and sampled bytes: for saved states
+    std::vector<int32_t> stop_tokens; // ascending
+    int32_t token_bos = -1, token_eos = -1, token_pad = -1;
+    uint32_t n_checkpoints = 0;       // slots of `checkpoint_memory`
+
+    // Allocated when opened for use.
+    std::unique_ptr<Buffer> recurrent;          // [n_sessions][recurrent_bytes]
+    std::unique_ptr<Buffer> latent;             // [n_sessions][latent_bytes]
+    std::unique_ptr<Buffer> checkpoint_memory;  // [n_checkpoints][recurrent_bytes]
+    std::unique_ptr<Buffer> arena;
+    std::unique_ptr<Buffer> workspace;
+    std::unique_ptr<Buffer> logits_memory;      // [n_sessions][n_vocab] float32: each session's last row
+
+    // One computation at a time: api takes `busy` with an exchange and returns BUSY if it was taken.
+    std::atomic<bool> busy{false};
+    std::atomic<bool> cancel{false};
+
+    RunOptions run_options;
+    // Runs one step; afterwards logits() are [n_outputs, n_vocab].
+    void run(const Step& step);
+    const float* logits() const;
+    StateMemory state_memory() const;
+
+    void fill_info(delta_model_info& info) const;
+    void fill_memory(delta_memory& memory) const;
+    bool is_stop(int32_t token) const;
+};
+
+}  // namespace delta
