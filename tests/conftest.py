@@ -1,0 +1,80 @@
+"""Fixtures every test file may use: golden data, tiny checkpoints, fresh random numbers with a printed seed."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+
+SEED_VARIABLE = "DELTALLAMA_TEST_SEED"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of golden data (see its README.md)."""
+    return Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_checkpoint(preset, **options)`` writes a tiny checkpoint once per session and returns its folder.
+
+    The folder is shared: tests only read it. For a folder of one's own call ``tiny.write_checkpoint(tmp_path, ...)``.
+    """
+    root = tmp_path_factory.mktemp("tiny")
+    written: dict[str, Path] = {}
+
+    def factory(preset: str = "k3", **options: Any) -> Path:
+        key = repr((preset, sorted(options.items())))
+        if key not in written:
+            written[key] = tiny.write_checkpoint(root / f"{len(written)}-{preset}", preset=preset, **options)
+        return written[key]
+
+    return factory
+
+
+def session_seed() -> int:
+    """The seed of this run: ``DELTALLAMA_TEST_SEED`` when set, else fresh."""
+    text = os.environ.get(SEED_VARIABLE)
+    return int(text) if text else int.from_bytes(os.urandom(4), "little")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SEED_KEY] = session_seed()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random inputs: {SEED_VARIABLE}={config.stash[SEED_KEY]}"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Repeat the seed beside each failure, where it is looked for."""
+    if report.failed:
+        for name, value in report.user_properties:
+            if name == SEED_VARIABLE:
+                report.sections.append(("random inputs", f"repeat with {SEED_VARIABLE}={value}"))
+
+
+SEED_KEY = pytest.StashKey[int]()
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed for this test: fresh in every run, repeatable with ``DELTALLAMA_TEST_SEED``, named on failure."""
+    value = request.config.stash[SEED_KEY]
+    request.node.user_properties.append((SEED_VARIABLE, value))
+    # Two tests of one run get different numbers.
+    return zlib.crc32(request.node.nodeid.encode(), value)
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    """Random numbers for this test's inputs (see ``seed``)."""
+    return np.random.default_rng(seed)
