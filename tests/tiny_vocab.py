@@ -68,7 +68,8 @@ K3_VISIBLE = {"<|open|>", "<|close|>", "<|sep|>"}
 
 KL_CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_{{ message.role }}|>{{ message.role }}<|im_middle|>"
-    "{{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+    "{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
 
 
