@@ -44,7 +44,6 @@ class Recorder {
     void finish(Value logits) { graph_.logits = logits; }
 
    private:
-    Value new_value(RowKind rows, int64_t cols, const Op& op);
     Value append(OpKind kind, const std::string& name, std::initializer_list<Value> in, std::initializer_list<const Weight*> w,
                  RowKind rows, int64_t cols, OpParams params);
     void check(bool ok, OpKind kind, const std::string& name, const std::string& what) const;

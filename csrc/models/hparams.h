@@ -48,4 +48,7 @@ struct Hparams {
     int32_t n_kda() const { return n_layer - n_mla(); }
 };
 
+// Throws Error(FORMAT) naming the key, what was expected and what was found.
+Hparams read_hparams(const GgufSet& file, const std::string& architecture);
+
 }  // namespace delta
