@@ -1,0 +1,66 @@
+/* Test-only interface, exported by libdeltallama_test, which is made of the same objects as libdeltallama. Not installed, no
+ * promise of stability. Plain C between the marks, read by tests/native.py. */
+#ifndef DELTALLAMA_TEST_H
+#define DELTALLAMA_TEST_H
+
+#include "deltallama.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#ifdef __GNUC__
+#pragma GCC visibility push(default)
+#endif
+
+/* cdef-begin */
+/* -- one op on one device (csrc/api/test_ops.cpp) ------------------------------------------------------------------------- */
+typedef struct delta_test_weight {
+    const char *name;  /* null: no such weight */
+    uint32_t type;
+    int64_t mats, rows, cols;
+    const void *data;
+} delta_test_weight;
+
+typedef struct delta_test_case {
+    uint32_t size;
+    const char *device;
+    uint32_t activations;
+    uint32_t n_threads;
+    const char *op;            /* a name of graph/ops.def */
+    double params[8];          /* in the order of the op's parameter struct */
+    delta_test_weight weights[3];
+    const float *inputs[5];    /* row-major; null: no such input */
+    int32_t input_cols[5];
+    int32_t n_rows;
+    const int32_t *tokens;     /* [n_rows]; null: zeros */
+    const int32_t *output_rows;
+    int32_t n_output_rows;
+    int32_t n_head, head_dim, conv_rows;         /* shape of the recurrent state, one KDA layer */
+    int32_t latent_width, n_ctx;                 /* shape of the latent cache, one MLA layer */
+    uint32_t cache_type;
+    const int32_t *seqs;       /* [n_seqs][4]: slot, first row, rows, position */
+    int32_t n_seqs, n_slots;
+    void *recurrent;           /* [n_slots] recurrent parts, read and written */
+    void *latent;              /* [n_slots] latent parts, read and written */
+    float *out;                /* [rows, out_cols] */
+    int32_t out_cols;          /* expected; another shape is DELTA_ARG. 0: the op has no output */
+} delta_test_case;
+
+/* Records the op, runs it in an arena filled with NaN with one spare row behind every matrix, and fails with DELTA_DEVICE if the op
+ * wrote into a spare row or changed an input. */
+delta_status delta_test_op(const delta_test_case *test);
+
+/* -- a whole model, seen op by op ----------------------------------------------------------------------------------------- */
+typedef void (*delta_test_observer)(const char *op, const char *name, int32_t layer, const float *data, int32_t rows,
+                                    int32_t cols, void *user);
+/* Calls `fn` after every op of this model from now on; null stops it. */
+delta_status delta_test_observe(delta_model *model, delta_test_observer fn, void *user);
+/* cdef-end */
+
+#ifdef __GNUC__
+#pragma GCC visibility pop
+#endif
+#ifdef __cplusplus
+}
+#endif
+#endif
