@@ -15,6 +15,7 @@ struct TypeInfo {
     int32_t block_bytes;   // bytes per block
     void (*to_float)(const void* src, float* dst, int64_t n);    // n values, a multiple of `block`
     void (*from_float)(const float* src, void* dst, int64_t n);  // null: no quantizer
+    float largest;         // larger finite magnitudes do not survive from_float
 };
 
 // Null if this build does not know the type.

@@ -1,0 +1,28 @@
+// F16: IEEE binary16. Rows may start at any address.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "base/half.h"
+
+namespace delta {
+
+static inline void to_float_f16(const void* src, float* dst, int64_t n) {
+    const auto* bytes = static_cast<const uint8_t*>(src);
+    for (int64_t i = 0; i < n; ++i) {
+        uint16_t value;
+        std::memcpy(&value, bytes + 2 * i, sizeof value);
+        dst[i] = f16_to_f32(value);
+    }
+}
+
+static inline void from_float_f16(const float* src, void* dst, int64_t n) {
+    auto* bytes = static_cast<uint8_t*>(dst);
+    for (int64_t i = 0; i < n; ++i) {
+        const uint16_t value = f32_to_f16(src[i]);
+        std::memcpy(bytes + 2 * i, &value, sizeof value);
+    }
+}
+
+}  // namespace delta
