@@ -8,10 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
+# The matrices here are small: threads of the linear algebra library cost more than they give, most of all on a busy
+# machine. It reads these once, when numpy is imported.
+for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
 
-import tiny
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+import tiny  # noqa: E402
 
 SEED_VARIABLE = "DELTALLAMA_TEST_SEED"
 

@@ -41,8 +41,8 @@ class Checkpoint:
             self._read_shard(path)
 
     def _read_shard(self, path: Path) -> None:
-        size = int.from_bytes(path.open("rb").read(8), "little")
         raw = np.memmap(path, np.uint8, "r")
+        size = int.from_bytes(raw[:8].tobytes(), "little")
         header = json.loads(raw[8 : 8 + size].tobytes())
         payload = raw[8 + size :]
         for name, entry in header.items():

@@ -144,22 +144,25 @@ class KdaLayer:
         conv = [np.zeros((self.kernel - 1, inner), dtype) for _ in range(3)]
         return KdaState(conv, np.zeros((self.heads, self.dim, self.dim), dtype))
 
-    def forward(self, h: np.ndarray, state: KdaState) -> np.ndarray:
-        """h [T, D], the normed layer input -> [T, D]; ``state`` is advanced by T tokens."""
+    def forward(self, h: np.ndarray, sequences: list[tuple[slice, KdaState]]) -> np.ndarray:
+        """h [T, D], the normed layer input -> [T, D]; the state of each sequence is advanced by its rows of h."""
         shape = (len(h), self.heads, self.dim)
-        streams = []
-        for i in range(3):
-            y, state.conv[i] = short_conv(h @ self.w_qkv[i].T, self.conv[i], state.conv[i])
-            streams.append(y.reshape(shape))
-        q, k, v = streams
-        q = l2_norm(q) * self.dim**-0.5
-        k = l2_norm(k)
+        projections = [h @ w.T for w in self.w_qkv]
         g = kda_gate((h @ self.w_fa.T @ self.w_fb.T).reshape(shape), self.a_log, self.dt_bias, self.lower_bound)
         beta = sigmoid(h @ self.w_beta.T)
-        if self.form == "chunked":
-            o, state.scan = kda_chunked(q, k, v, g, beta, state.scan, self.chunk_size)
-        else:
-            o, state.scan = kda_recurrent(q, k, v, g, beta, state.scan)
+        o = np.empty(shape, h.dtype)
+        for rows, state in sequences:
+            streams = []
+            for i, projection in enumerate(projections):
+                y, state.conv[i] = short_conv(projection[rows], self.conv[i], state.conv[i])
+                streams.append(y.reshape(-1, self.heads, self.dim))
+            q, k, v = streams
+            q = l2_norm(q) * self.dim**-0.5
+            k = l2_norm(k)
+            if self.form == "chunked":
+                o[rows], state.scan = kda_chunked(q, k, v, g[rows], beta[rows], state.scan, self.chunk_size)
+            else:
+                o[rows], state.scan = kda_recurrent(q, k, v, g[rows], beta[rows], state.scan)
         gate = h
         for weight in self.w_gate:
             gate = gate @ weight.T

@@ -115,18 +115,20 @@ class MlaLayer:
     def new_state(self) -> MlaState:
         return MlaState()
 
-    def forward(self, h: np.ndarray, state: MlaState) -> np.ndarray:
-        """h [T, D], the normed layer input -> [T, D]; ``state`` is advanced by T tokens."""
+    def forward(self, h: np.ndarray, sequences: list[tuple[slice, MlaState]]) -> np.ndarray:
+        """h [T, D], the normed layer input -> [T, D]; the state of each sequence is advanced by its rows of h."""
         x = h if self.w_qa is None else rms_norm(h @ self.w_qa.T, self.q_norm, LORA_NORM_EPS)
         q = (x @ self.w_q.T).reshape(len(h), self.heads, -1)
         kv = h @ self.w_kva.T
         latent = np.concatenate([rms_norm(kv[:, : self.rank], self.kv_norm, LORA_NORM_EPS), kv[:, self.rank :]], axis=1)
-        if self.form == "absorbed":
-            o = attention_absorbed(q, state.latent.append(latent), self.w_kvb, self.dn)
-        else:
-            k, v = expand_latent(latent, self.w_kvb, self.dn)
-            o = attention_expanded(q, state.keys.append(k), state.values.append(v))
-        o = o.reshape(len(h), -1)
+        outputs = []
+        for rows, state in sequences:
+            if self.form == "absorbed":
+                outputs.append(attention_absorbed(q[rows], state.latent.append(latent[rows]), self.w_kvb, self.dn))
+            else:
+                k, v = expand_latent(latent[rows], self.w_kvb, self.dn)
+                outputs.append(attention_expanded(q[rows], state.keys.append(k), state.values.append(v)))
+        o = np.concatenate(outputs).reshape(len(h), -1)
         if self.w_gate is not None:
             o = o * sigmoid(h @ self.w_gate.T)
         return o @ self.w_o.T

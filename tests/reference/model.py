@@ -117,17 +117,33 @@ class Model:
             output                                [n, D] what lm_head is applied to
             router_gaps                           [n] smallest router gap over all layers, infinite without MoE layers
         """
-        record: Trace = {} if trace is None else trace
         state = self.new_state() if state is None else state
-        x = self.embedding[np.asarray(ids, dtype=np.int64)]
-        record["embed"] = x
+        return self.forward_batch([ids], [state], trace)[0]
+
+    def forward_batch(
+        self, batch: Sequence[Sequence[int] | np.ndarray], states: Sequence[State], trace: Trace | None = None
+    ) -> list[np.ndarray]:
+        """``forward`` over several sequences at once, each continuing its own state: logits [n_i, vocab] of each.
+
+        Sequences do not influence each other. In ``trace`` their rows follow one another.
+        """
+
+        def note(name: str, value: np.ndarray) -> np.ndarray:
+            if trace is not None:
+                trace[name] = value
+            return value
+
+        ends = np.cumsum([len(ids) for ids in batch])
+        rows = [slice(end - len(ids), end) for end, ids in zip(ends, batch, strict=True)]
+        x = note("embed", self.embedding[np.concatenate([np.asarray(ids, dtype=np.int64) for ids in batch])])
         gaps = np.full(len(x), np.inf)
         bank: list[np.ndarray] = []  # residual streams at the block boundaries, each [n, D]
         for number, layer in enumerate(self.layers):
             name = f"layer.{number}."
             a = self._mixed(bank, x, layer.attn_score) if bank else x
-            h = record[name + "attn_in"] = rms_norm(a, layer.attn_norm, self.eps)
-            y = record[name + "attn"] = layer.attn.forward(h, state.layers[number])  # type: ignore[arg-type]
+            sequences: list[Any] = [(r, state.layers[number]) for r, state in zip(rows, states, strict=True)]
+            h = note(name + "attn_in", rms_norm(a, layer.attn_norm, self.eps))
+            y = note(name + "attn", layer.attn.forward(h, sequences))
             if self.block and number % self.block == 0:
                 # What is banked is the stream itself, not the mix; the stream restarts from this layer's output.
                 bank.append(x)
@@ -135,21 +151,21 @@ class Model:
             else:
                 x = x + y
             b = self._mixed(bank, x, layer.ffn_score) if bank else x
-            h = record[name + "ffn_in"] = rms_norm(b, layer.ffn_norm, self.eps)
+            h = note(name + "ffn_in", rms_norm(b, layer.ffn_norm, self.eps))
             if isinstance(layer.ffn, MoeFfn):
                 y, gap = layer.ffn.forward(h)
-                record[name + "router_gap"] = gap
-                gaps = np.minimum(gaps, gap)
+                gaps = np.minimum(gaps, note(name + "router_gap", gap))
             else:
                 y = layer.ffn.forward(h)
-            record[name + "ffn"] = y
-            x = record[name + "out"] = x + y
+            x = note(name + "out", x + note(name + "ffn", y))
         if bank:
             x = self._mixed(bank, x, self.output_score)
-        x = record["output"] = rms_norm(x, self.norm, self.eps)
-        record["router_gaps"] = gaps
-        state.length += len(x)
-        return x @ self.lm_head.T
+        x = note("output", rms_norm(x, self.norm, self.eps))
+        note("router_gaps", gaps)
+        for ids, state in zip(batch, states, strict=True):
+            state.length += len(ids)
+        logits = x @ self.lm_head.T
+        return [logits[r] for r in rows]
 
     def _mixed(self, bank: list[np.ndarray], x: np.ndarray, score: np.ndarray) -> np.ndarray:
         return mix(np.stack([*bank, x]), score, self.eps)[0]
@@ -167,18 +183,34 @@ class Model:
         receives, for each step including a stop, how far the best logit was ahead of the second. Raises ValueError for
         an empty prompt.
         """
-        if not len(ids):
-            raise ValueError("greedy needs at least one prompt token")
-        state = self.new_state()
-        step: Sequence[int] = ids
-        out: list[int] = []
-        while len(out) < max_new_tokens:
-            logits = self.forward(step, state)[-1]
-            best = int(np.argmax(logits))
-            if margins is not None:
-                margins.append(float(logits[best] - np.max(np.delete(logits, best))))
-            if best in stop_ids:
-                break
-            out.append(best)
-            step = [best]
+        out, steps = self.greedy_batch([ids], max_new_tokens, stop_ids)[0]
+        if margins is not None:
+            margins.extend(steps)
         return out
+
+    def greedy_batch(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int] = ()
+    ) -> list[tuple[list[int], list[float]]]:
+        """``greedy`` for several prompts side by side: (new tokens, margins) of each.
+
+        Faster than one by one, because every weight is read once per step for all; about 32 at a time is enough.
+        """
+        if not all(len(ids) for ids in prompts):
+            raise ValueError("greedy needs at least one prompt token")
+        states = [self.new_state() for _ in prompts]
+        step: list[Sequence[int]] = list(prompts)
+        results: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
+        alive = list(range(len(prompts))) if max_new_tokens > 0 else []
+        while alive:
+            logits = self.forward_batch([step[i] for i in alive], [states[i] for i in alive])
+            for i, last in zip(tuple(alive), (rows[-1] for rows in logits), strict=True):
+                out, margins = results[i]
+                second, first = np.partition(last, -2)[-2:]
+                margins.append(float(first - second))
+                best = int(np.argmax(last))
+                step[i] = [best]
+                if best not in stop_ids:
+                    out.append(best)
+                if best in stop_ids or len(out) == max_new_tokens:
+                    alive.remove(i)
+        return results
