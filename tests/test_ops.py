@@ -67,7 +67,9 @@ def test_add(device: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("type_", WEIGHT_TYPES, ids=type_name)
-@pytest.mark.parametrize("rows,n_in,n_out", [(1, 32, 1), (1, 96, 33), (2, 64, 5), (3, 256, 7), (17, 160, 40), (64, 1024, 19)])
+@pytest.mark.parametrize(
+    "rows,n_in,n_out", [(1, 32, 1), (1, 96, 33), (2, 64, 5), (3, 256, 7), (17, 160, 40), (64, 1024, 19)]
+)
 def test_linear(device: str, rng: np.random.Generator, type_: int, rows: int, n_in: int, n_out: int) -> None:
     x, w = normal(rng, rows, n_in), encode(rng, type_, n_out, n_in)
     out = run("linear", [x], [w], device=device, out_cols=n_out)
@@ -83,7 +85,9 @@ def test_linear_rows_of_any_length(device: str, rng: np.random.Generator, type_:
 
 @pytest.mark.parametrize("type_", WEIGHT_TYPES, ids=type_name)
 @pytest.mark.parametrize("heads,n_in,n_out,stride", [(1, 32, 5, 32), (3, 64, 40, 80), (2, 128, 96, 192)])
-def test_head_linear(device: str, rng: np.random.Generator, type_: int, heads: int, n_in: int, n_out: int, stride: int) -> None:
+def test_head_linear(
+    device: str, rng: np.random.Generator, type_: int, heads: int, n_in: int, n_out: int, stride: int
+) -> None:
     x, w = normal(rng, 4, heads * stride), encode(rng, type_, heads, n_out, n_in)
     out = run("head_linear", [x], [w], [stride], device=device, out_cols=heads * n_out)
     used = x.astype(np.float64).reshape(4, heads, stride)[:, :, :n_in]
@@ -138,7 +142,10 @@ def test_kda_gate(device: str, rng: np.random.Generator, bounded: bool) -> None:
     dt = encode(rng, F32, heads * dim)
     out = run("kda_gate", [f], [a, dt], [float(bounded), -5.0], device=device, out_cols=heads * dim)
     expected = ref.kda_gate(
-        f.astype(np.float64).reshape(4, heads, dim), np.log(-a.values), dt.values.reshape(heads, dim), -5.0 if bounded else None
+        f.astype(np.float64).reshape(4, heads, dim),
+        np.log(-a.values),
+        dt.values.reshape(heads, dim),
+        -5.0 if bounded else None,
     )
     assert nmse(out, expected.reshape(4, -1)) < BOUND
     small = np.abs(expected.reshape(4, -1)) < 1e-3
@@ -157,7 +164,12 @@ def scan_reference(inputs: list[np.ndarray], heads: int, dim: int, state: np.nda
     """state and result as [heads, v, k], the engine's order."""
     q, k, v, g = (x.astype(np.float64).reshape(-1, heads, dim) for x in inputs[:4])
     o, s = ref.kda_recurrent(
-        ref.l2_norm(q) * dim**-0.5, ref.l2_norm(k), v, g, ref.sigmoid(inputs[4].astype(np.float64)), state.transpose(0, 2, 1)
+        ref.l2_norm(q) * dim**-0.5,
+        ref.l2_norm(k),
+        v,
+        g,
+        ref.sigmoid(inputs[4].astype(np.float64)),
+        state.transpose(0, 2, 1),
     )
     return o.reshape(len(o), -1), s.transpose(0, 2, 1)
 
@@ -177,7 +189,12 @@ def test_kda_scan_at_any_split(
     for n in split:
         inputs = scan_inputs(rng, n, heads, dim, decay)
         out = run(
-            "kda_scan", inputs, device=device, out_cols=heads * dim, state=state, sequences=[Sequence(0, 0, n, position)]
+            "kda_scan",
+            inputs,
+            device=device,
+            out_cols=heads * dim,
+            state=state,
+            sequences=[Sequence(0, 0, n, position)],
         )
         expected, expected_state = scan_reference(inputs, heads, dim, expected_state)
         assert nmse(out, expected) < 1e-11
@@ -244,14 +261,24 @@ def test_latent_append(device: str, rng: np.random.Generator, cache_type: int) -
     bound = {F32: BOUND, int(Type.F16): 1e-6, int(Type.BF16): 1e-4}[cache_type]
     assert nmse(state.latents(1)[4:7], rows[:3]) < bound
     assert nmse(state.latents(0)[:2], rows[3:]) < bound
-    assert np.array_equal(state.latent[1, :4], untouched[1, :4]) and np.array_equal(state.latent[0, 2:], untouched[0, 2:])
+    assert np.array_equal(state.latent[1, :4], untouched[1, :4]) and np.array_equal(
+        state.latent[0, 2:], untouched[0, 2:]
+    )
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES, ids=type_name)
 @pytest.mark.parametrize("heads,latent,rope,nope", [(1, 8, 0, 4), (3, 40, 6, 10), (2, 512, 64, 128)])
 @pytest.mark.parametrize("position,n", [(0, 1), (0, 70), (33, 1), (129, 19), (500, 2)])
 def test_mla_attention(
-    device: str, rng: np.random.Generator, cache_type: int, heads: int, latent: int, rope: int, nope: int, position: int, n: int
+    device: str,
+    rng: np.random.Generator,
+    cache_type: int,
+    heads: int,
+    latent: int,
+    rope: int,
+    nope: int,
+    position: int,
+    n: int,
 ) -> None:
     width, n_ctx = latent + rope, position + n + 3
     state = State(latent_width=width, n_ctx=n_ctx, cache_type=cache_type)
@@ -267,7 +294,8 @@ def test_mla_attention(
         sequences=[Sequence(0, 0, n, position)],
     )  # fmt: skip
     queries = np.concatenate(
-        [a.astype(np.float64).reshape(n, heads, latent), q.astype(np.float64).reshape(n, heads, -1)[:, :, nope:]], axis=2
+        [a.astype(np.float64).reshape(n, heads, latent), q.astype(np.float64).reshape(n, heads, -1)[:, :, nope:]],
+        axis=2,
     )
     expected = np.empty((n, heads, latent))
     for t in range(n):
@@ -285,7 +313,14 @@ def test_mla_attention_with_large_scores(device: str, rng: np.random.Generator) 
     state.latent[0] = keys.view(np.uint8).reshape(300, -1)
     a = normal(rng, 1, 16, scale=10)
     out = run(
-        "mla_attention", [a, a], [], [1, 16, 0, 1.0], device=device, out_cols=16, state=state, sequences=[Sequence(0, 0, 1, 299)]
+        "mla_attention",
+        [a, a],
+        [],
+        [1, 16, 0, 1.0],
+        device=device,
+        out_cols=16,
+        state=state,
+        sequences=[Sequence(0, 0, 1, 299)],
     )
     s = a.astype(np.float64) @ keys.astype(np.float64).T
     p = np.exp(s - s.max())
@@ -323,7 +358,9 @@ def test_moe_route_ties_go_to_the_lower_id(device: str) -> None:
 
 
 @pytest.mark.parametrize("type_", WEIGHT_TYPES, ids=type_name)
-@pytest.mark.parametrize("rows,n_expert,k,width,inner", [(1, 4, 2, 64, 32), (5, 7, 3, 32, 96), (40, 6, 2, 64, 64), (2, 40, 16, 32, 32)])
+@pytest.mark.parametrize(
+    "rows,n_expert,k,width,inner", [(1, 4, 2, 64, 32), (5, 7, 3, 32, 96), (40, 6, 2, 64, 64), (2, 40, 16, 32, 32)]
+)
 def test_moe_experts(
     device: str, rng: np.random.Generator, type_: int, rows: int, n_expert: int, k: int, width: int, inner: int
 ) -> None:
@@ -336,7 +373,9 @@ def test_moe_experts(
     out = run(
         "moe_experts", [z, route], [gate, up, down], [k, 1, 4.0, 25.0], device=device, out_cols=width
     )  # fmt: skip
-    expected = ref.experts(z.astype(np.float64), chosen, weights.astype(np.float64), gate.values, up.values, down.values, ref.situ)
+    expected = ref.experts(
+        z.astype(np.float64), chosen, weights.astype(np.float64), gate.values, up.values, down.values, ref.situ
+    )
     assert nmse(out, expected) < BOUND
 
 
@@ -364,7 +403,9 @@ def test_pick_rows(device: str, rng: np.random.Generator) -> None:
     "op,shapes,params",
     [("rms_norm", [(2, 32)], [1e-5]), ("mul_sigmoid", [(2, 32), (2, 32)], []), ("glu", [(2, 32), (2, 32)], [1, 4, 25])],
 )
-def test_nan_is_not_swallowed(device: str, rng: np.random.Generator, op: str, shapes: list[tuple[int, int]], params: list[float]) -> None:
+def test_nan_is_not_swallowed(
+    device: str, rng: np.random.Generator, op: str, shapes: list[tuple[int, int]], params: list[float]
+) -> None:
     inputs = [normal(rng, *shape) for shape in shapes]
     inputs[0][1, 3] = np.nan
     weights = [encode(rng, F32, 32)] if op == "rms_norm" else []
@@ -377,7 +418,16 @@ def test_nan_in_a_score_reaches_attention_and_route(device: str, rng: np.random.
     state.latent[0] = normal(rng, 4, 8).view(np.uint8).reshape(4, -1)
     a = normal(rng, 1, 8)
     a[0, 0] = np.nan
-    out = run("mla_attention", [a, a], [], [1, 8, 0, 1.0], device=device, out_cols=8, state=state, sequences=[Sequence(0, 0, 1, 3)])
+    out = run(
+        "mla_attention",
+        [a, a],
+        [],
+        [1, 8, 0, 1.0],
+        device=device,
+        out_cols=8,
+        state=state,
+        sequences=[Sequence(0, 0, 1, 3)],
+    )
     assert np.isnan(out).all()
     logits = normal(rng, 1, 6)
     logits[0, 2] = np.nan
@@ -391,7 +441,9 @@ def test_results_do_not_depend_on_threads_or_company(rng: np.random.Generator, t
     """A row's products are bit for bit the same with 1 or 3 threads, alone or among 20 rows."""
     x, w = normal(rng, 20, 256), encode(rng, type_, 37, 256)
     many = run("linear", [x], [w], device="cpu", out_cols=37, activations=activations, n_threads=3)
-    assert np.array_equal(many, run("linear", [x], [w], device="cpu", out_cols=37, activations=activations, n_threads=1))
+    assert np.array_equal(
+        many, run("linear", [x], [w], device="cpu", out_cols=37, activations=activations, n_threads=1)
+    )
     for row in (0, 7, 19):
         alone = run("linear", [x[row : row + 1]], [w], device="cpu", out_cols=37, activations=activations, n_threads=2)
         assert np.array_equal(alone[0], many[row])
@@ -402,5 +454,8 @@ def test_rounded_inputs_stay_close(rng: np.random.Generator, type_: int) -> None
     """`fine` loses at most 1e-7 of the energy of a product, `fast` (one int8 per block) about 2e-5."""
     x, w = normal(rng, 8, 512), encode(rng, type_, 64, 512)
     expected = x.astype(np.float64) @ w.values.T
-    errors = {a: nmse(run("linear", [x], [w], device="cpu", out_cols=64, activations=a), expected) for a in ("exact", "fine", "fast")}
+    errors = {
+        a: nmse(run("linear", [x], [w], device="cpu", out_cols=64, activations=a), expected)
+        for a in ("exact", "fine", "fast")
+    }
     assert errors["exact"] < BOUND and errors["fine"] < 1e-7 and errors["fast"] < 2e-4, errors

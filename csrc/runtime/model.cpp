@@ -77,22 +77,22 @@ int32_t special_token(const GgufSet& file, const char* key, int32_t n_vocab) {
 // bytes of every tensor. Hashing all of a 1.5 TB file would take longer than answering.
 uint64_t fingerprint_of(const GgufSet& file) {
     constexpr uint64_t kSample = 256;
-    uint64_t h = 0;
+    Checksum sum;
     for (const GgufValue& v : file.values()) {
         if (v.key.substr(0, 5) == "kimi-") {
-            h = hash64(v.key.data(), v.key.size(), h);
-            h = hash64(v.data, v.n_bytes, h);
+            sum.update(v.key.data(), v.key.size());
+            sum.update(v.data, v.n_bytes);
         }
     }
     for (const GgufTensor& t : file.tensors()) {
-        h = hash64(t.name.data(), t.name.size(), h);
+        sum.update(t.name.data(), t.name.size());
         const std::array<int64_t, 4> shape = {t.type->id, t.mats, t.rows, t.cols};
-        h = hash64(shape.data(), sizeof shape, h);
+        sum.update(shape.data(), sizeof shape);
         const uint64_t n = std::min(t.n_bytes, kSample);
-        h = hash64(t.data, n, h);
-        h = hash64(t.data + t.n_bytes - n, n, h);
+        sum.update(t.data, n);
+        sum.update(t.data + t.n_bytes - n, n);
     }
-    return h;
+    return sum.digest();
 }
 
 }  // namespace
