@@ -1,0 +1,145 @@
+"""The engine for tests: a model and its sessions over the C interface, numpy in and out, no Python layer in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import native
+
+ACTIVATIONS = {"exact": 0, "fine": 1, "fast": 2}
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30}
+
+
+class Engine:
+    """`Engine(path, device="ref", n_ctx=64)`: keyword arguments are fields of delta_model_params.
+
+    Defaults are those of an exact comparison: exact activations and an F32 cache.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        activations: str = "exact",
+        cache_type: str = "f32",
+        device: str = "cpu",
+        **params: int,
+    ) -> None:
+        self.ffi, self.lib = native.load()
+        p = self.ffi.new("delta_model_params *")
+        self.lib.delta_model_params_init(p)
+        device_name = self.ffi.new("char[]", device.encode())
+        p.device, p.activations, p.cache_type = device_name, ACTIVATIONS[activations], CACHE_TYPES[cache_type]
+        for name, value in params.items():
+            setattr(p, name, value)
+        model = self.ffi.new("delta_model **")
+        native.check(self.lib.delta_model_open(str(path).encode(), p, model))
+        self.model = model[0]
+        info = self.ffi.new("delta_model_info *")
+        info.size = self.ffi.sizeof("delta_model_info")
+        native.check(self.lib.delta_model_info_get(self.model, info))
+        self.info = info
+        self.n_vocab = int(info.n_vocab)
+        self.sessions: list[Session] = []
+
+    def session(self) -> Session:
+        return Session(self)
+
+    def eval_batch(self, items: Sequence[tuple[Session, Sequence[int]]]) -> None:
+        """One delta_eval_batch; every session keeps the logits of all its rows."""
+        array = self.ffi.new("delta_batch_item[]", len(items))
+        keep = [self.ffi.new("int32_t[]", list(map(int, tokens))) for _, tokens in items]
+        for item, (session, tokens), data in zip(array, items, keep, strict=True):
+            item.session, item.tokens, item.n_tokens = session.handle, data, len(tokens)
+            item.logits = self.lib.DELTA_LOGITS_ALL
+        native.check(self.lib.delta_eval_batch(self.model, array, len(items)))
+
+    def logits(self, tokens: Sequence[int], pieces: Sequence[int] | None = None) -> np.ndarray:
+        """[n, vocab] of a fresh session, evaluated in pieces of the given lengths (the rest in one)."""
+        session = self.session()
+        try:
+            return session.eval_pieces(tokens, pieces or [])
+        finally:
+            session.free()
+
+    def close(self) -> None:
+        if self.model is not None:
+            for session in list(self.sessions):
+                session.free()
+            native.check(self.lib.delta_model_close(self.model))
+            self.model = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Session:
+    """One timeline. Methods raise native.NativeError."""
+
+    def __init__(self, engine: Engine, handle: Any = None) -> None:
+        self.engine, self.ffi, self.lib = engine, engine.ffi, engine.lib
+        if handle is None:
+            out = self.ffi.new("delta_session **")
+            native.check(self.lib.delta_session_create(engine.model, out))
+            handle = out[0]
+        self.handle = handle
+        engine.sessions.append(self)
+
+    def eval(self, tokens: Sequence[int], logits: str = "ALL") -> np.ndarray:
+        """Appends tokens; the logits kept, [rows, vocab]."""
+        mode = getattr(self.lib, f"DELTA_LOGITS_{logits}")
+        native.check(self.lib.delta_session_eval(self.handle, list(map(int, tokens)), len(tokens), mode))
+        return self.kept()
+
+    def eval_pieces(self, tokens: Sequence[int], pieces: Sequence[int]) -> np.ndarray:
+        out, start = [], 0
+        for n in [*pieces, len(tokens)]:
+            part = tokens[start : start + n]
+            if len(part):
+                out.append(self.eval(part))
+            start += len(part)
+        return np.concatenate(out)
+
+    def sync(self, tokens: Sequence[int]) -> dict[str, int]:
+        result = self.ffi.new("delta_sync_result *")
+        result.size = self.ffi.sizeof("delta_sync_result")
+        null = self.ffi.NULL
+        native.check(self.lib.delta_session_sync(self.handle, list(map(int, tokens)), len(tokens), null, null, result))
+        return {name: int(getattr(result, name)) for name in ("n_reused", "n_computed", "n_replayed")}
+
+    def kept(self) -> np.ndarray:
+        """Logits of all rows the last evaluation kept."""
+        rows = range(self.lib.delta_session_logits_count(self.handle))
+        return np.stack([self.row(i) for i in rows]) if rows else np.empty((0, self.engine.n_vocab), np.float32)
+
+    def row(self, index: int = -1) -> np.ndarray:
+        data, n = self.ffi.new("const float **"), self.ffi.new("uint32_t *")
+        native.check(self.lib.delta_session_logits(self.handle, index, data, n))
+        return np.frombuffer(self.ffi.buffer(data[0], 4 * n[0]), np.float32).copy()
+
+    def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
+        """`n` greedy tokens after syncing to the prompt."""
+        self.sync(prompt)
+        out: list[int] = []
+        for _ in range(n):
+            out.append(int(np.argmax(self.row())))
+            self.eval(out[-1:], "LAST")
+        return out
+
+    @property
+    def length(self) -> int:
+        return int(self.lib.delta_session_length(self.handle))
+
+    def free(self) -> None:
+        if self.handle is not None:
+            native.check(self.lib.delta_session_free(self.handle))
+            self.engine.sessions.remove(self)
+            self.handle = None

@@ -1,0 +1,268 @@
+"""Whole models: the engine's logits against the float64 reference, at every position, however the input is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import conversion
+import native
+import reference as ref
+from engine import Engine
+
+EXACT = 1e-10  # normalised mean squared error of the logits of one position
+SPLIT = 1e-9  # the same between two ways to cut the input
+ROUTER_GAP = 1e-5  # positions after a closer decision of a router are left out, and counted
+
+
+@pytest.fixture(scope="session")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``gguf(model_dir, outtype)`` converts once per session."""
+    folder = tmp_path_factory.mktemp("gguf")
+    done: dict[tuple[Path, str], Path] = {}
+
+    def convert(model_dir: Path, outtype: str = "f32") -> Path:
+        key = (model_dir, outtype)
+        if key not in done:
+            done[key] = conversion.convert(model_dir, outfile=folder / f"{len(done)}.gguf", outtype=outtype)
+        return done[key]
+
+    return convert
+
+
+def nmse_rows(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """[n]: per position, in float64."""
+    found = found.astype(np.float64)
+    return np.sum((found - expected) ** 2, axis=1) / np.sum(expected**2, axis=1)
+
+
+def golden_prompts(golden: Path) -> dict[str, list[int]]:
+    lines = (golden / "logits" / "prompts.txt").read_text().splitlines()
+    return {line.split()[0]: [int(t) for t in line.split()[2:]] for line in lines if line.strip()}
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("name", ["kl-mini", "k3-mini"])
+def test_golden_logits(golden: Path, gguf: Callable[..., Path], device: str, name: str) -> None:
+    with Engine(gguf(golden / name), device=device, n_ctx=160, n_batch=64) as engine:
+        for prompt, tokens in golden_prompts(golden).items():
+            expected = np.load(golden / "logits" / name / f"{prompt}.npy").astype(np.float64)
+            worst = nmse_rows(engine.logits(tokens), expected).max()
+            assert worst < EXACT, f"{prompt}: {worst:.2e}"
+
+
+PRESETS = [
+    ("k3", 70),
+    ("kl", 70),
+    ("k3-bf16-experts", 20),
+    ("k3-no-q-lora", 20),
+    ("k3-full-width-experts", 20),
+    ("k3-no-latent-norm", 20),
+    ("k3-no-output-gate", 20),
+    ("k3-softplus-gate", 40),
+    ("kl-q-lora", 20),
+    ("k3-odd", 40),
+    ("k3-odd-packed", 40),
+    ("kl-odd", 40),
+    ("k3-real-widths", 24),
+    ("kl-real-widths", 24),
+    ("k3-896-experts", 12),
+    ("k3-full-vocab", 3),
+]
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("preset,n", PRESETS)
+def test_logits_equal_the_reference(
+    tiny_checkpoint: Callable[..., Path],
+    gguf: Callable[..., Path],
+    rng: np.random.Generator,
+    device: str,
+    preset: str,
+    n: int,
+) -> None:
+    """Every position, but those after a router decision that rounding may turn."""
+    folder = tiny_checkpoint(preset)
+    model = ref.Model.from_checkpoint(folder)
+    tokens = rng.integers(0, model.embedding.shape[0], n).tolist()
+    trace: dict[str, np.ndarray] = {}
+    expected = model.forward(tokens, trace=trace)
+    close = np.flatnonzero(trace["router_gaps"] < ROUTER_GAP)
+    n_kept = int(close[0]) if len(close) else n
+    with Engine(gguf(folder), device=device, n_ctx=n, n_batch=32) as engine:
+        errors = nmse_rows(engine.logits(tokens), expected)
+    assert n_kept > 0 or n <= 3, "the first position already has a close decision of a router"
+    assert errors[:n_kept].max(initial=0) < EXACT, f"worst {errors[:n_kept].max():.2e}; {n - n_kept} of {n} left out"
+
+
+@pytest.mark.parametrize("preset", ["k3", "kl", "k3-odd", "kl-odd"])
+def test_d1_every_split_gives_the_same_logits(
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], rng: np.random.Generator, preset: str
+) -> None:
+    """D1, D2: pieces of any length against one step over everything; bit-equal state is not asked, the same text is."""
+    path = gguf(tiny_checkpoint(preset))
+    with Engine(path, n_ctx=200, n_batch=200, n_outputs=200) as engine:
+        tokens = rng.integers(0, engine.n_vocab, 200).tolist()
+        whole = engine.logits(tokens).astype(np.float64)
+        cuts = [[k] * (200 // k) for k in (1, 7, 16, 64)] + [[k] for k in (1, 2, 3, 15, 17, 31, 33, 63, 65, 100, 199)]
+        for pieces in cuts:
+            cut = engine.logits(tokens, pieces)
+            assert nmse_rows(cut, whole).max() < SPLIT, pieces[:3]
+            assert_same_text(cut, whole, 1e-3)
+
+
+def assert_same_text(found: np.ndarray, expected: np.ndarray, near_tie: float) -> None:
+    """Greedy choices are equal where the two best logits are not a near-tie."""
+    differs = found.argmax(axis=1) != expected.argmax(axis=1)
+    best = np.sort(expected, axis=1)[:, -2:]
+    assert not np.any(differs & (best[:, 1] - best[:, 0] > near_tie))
+
+
+@pytest.mark.parametrize("n_batch", [1, 3, 16])
+@pytest.mark.parametrize("preset", ["k3", "kl"])
+def test_d6_steps_smaller_than_the_input(
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], rng: np.random.Generator, preset: str, n_batch: int
+) -> None:
+    path = gguf(tiny_checkpoint(preset))
+    with Engine(path, n_ctx=50, n_batch=n_batch) as small, Engine(path, n_ctx=50, n_batch=50) as large:
+        tokens = rng.integers(0, small.n_vocab, 50).tolist()
+        assert nmse_rows(small.logits(tokens), large.logits(tokens).astype(np.float64)).max() < SPLIT
+
+
+@pytest.mark.parametrize("activations", ["exact", "fine", "fast"])
+@pytest.mark.parametrize("outtype", ["f32", "q8_0"])
+def test_threads_change_nothing(
+    tiny_checkpoint: Callable[..., Path],
+    gguf: Callable[..., Path],
+    rng: np.random.Generator,
+    outtype: str,
+    activations: str,
+) -> None:
+    path = gguf(tiny_checkpoint("k3"), outtype)
+    tokens = rng.integers(0, 512, 60).tolist()
+    results = []
+    for n_threads in (1, 2, 5):
+        with Engine(path, n_ctx=60, n_batch=32, n_threads=n_threads, activations=activations) as engine:
+            results.append(engine.logits(tokens, [40, 1, 1]))
+    assert all(np.array_equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("preset", ["k3", "kl"])
+def test_d7_sequences_in_one_step_equal_each_alone(
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], rng: np.random.Generator, preset: str
+) -> None:
+    """D7: prompts of 1, 5 and 9 tokens, then greedy tokens, together and alone."""
+    with Engine(gguf(tiny_checkpoint(preset)), n_ctx=40, n_batch=32, n_sessions=3) as engine:
+        prompts = [rng.integers(0, engine.n_vocab, n).tolist() for n in (1, 5, 9)]
+        alone = []
+        for prompt in prompts:
+            session = engine.session()
+            alone.append(session.greedy(prompt, 12))
+            session.free()
+        sessions = [engine.session() for _ in prompts]
+        together: list[list[int]] = [[] for _ in prompts]
+        pending = prompts
+        for _ in range(12):
+            engine.eval_batch(list(zip(sessions, pending, strict=True)))
+            for tokens, session in zip(together, sessions, strict=True):
+                tokens.append(int(np.argmax(session.row())))
+            pending = [tokens[-1:] for tokens in together]
+        assert together == alone
+
+
+def observe(engine: Engine, tokens: list[int]) -> dict[str, np.ndarray]:
+    """Outputs of all ops by name, of one evaluation; of equal names the last."""
+    seen: dict[str, np.ndarray] = {}
+    ffi, lib = engine.ffi, engine.lib
+
+    @ffi.callback("void(const char *, const char *, int32_t, const float *, int32_t, int32_t, void *)")  # type: ignore[untyped-decorator]
+    def note(op: Any, name: Any, layer: int, data: Any, rows: int, cols: int, user: Any) -> None:
+        if data != ffi.NULL and rows * cols:
+            key = ffi.string(name).decode()
+            seen[key] = np.frombuffer(ffi.buffer(data, 4 * rows * cols), np.float32).reshape(rows, cols).copy()
+
+    native.check(lib.delta_test_observe(engine.model, note, ffi.NULL))
+    try:
+        engine.logits(tokens)
+    finally:
+        native.check(lib.delta_test_observe(engine.model, ffi.NULL, ffi.NULL))
+    return seen
+
+
+@pytest.mark.skipif(not native.has_test_api(), reason="the library was built without its test interface")
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("n_layers", [4, 16, 93])
+def test_d11_each_layer_of_a_deep_model(
+    tiny_checkpoint: Callable[..., Path],
+    gguf: Callable[..., Path],
+    rng: np.random.Generator,
+    n_layers: int,
+    device: str,
+) -> None:
+    """D11: with the inputs of a layer as they are, each sub-block is tight; what depth adds is bounded apart from that.
+
+    The bound on the final logits grows with depth, since mixing residuals amplifies rounding; per layer it does not.
+    """
+    folder = tiny_checkpoint("k3-93-layers", **({} if n_layers == 93 else layers(n_layers)))
+    model = ref.Model.from_checkpoint(folder)
+    tokens = rng.integers(0, 512, 10).tolist()
+    trace: dict[str, np.ndarray] = {}
+    expected = model.forward(tokens, trace=trace)
+    with Engine(gguf(folder), device=device, n_ctx=10, n_batch=16) as engine:
+        seen = observe(engine, tokens)
+        logits = engine.logits(tokens)
+    for i in range(n_layers):
+        attn = nmse_rows(seen[f"blk.{i}.attn_output"], trace[f"layer.{i}.attn"]).max()
+        assert attn < EXACT * max(1, i), f"layer {i} attention: {attn:.2e}"
+    assert nmse_rows(logits, expected).max() < EXACT * n_layers
+
+
+def layers(n: int) -> dict[str, Any]:
+    mla = sorted({i for i in range(1, n + 1) if i % 4 == 0} | {n - 1, n})
+    kda = [i for i in range(1, n + 1) if i not in mla]
+    return {"num_hidden_layers": n, "linear_attn_config": {"full_attn_layers": mla, "kda_layers": kda}}
+
+
+@pytest.mark.skipif(not native.has_test_api(), reason="the library was built without its test interface")
+def test_poisoned_memory_changes_nothing(
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], rng: np.random.Generator
+) -> None:
+    """Outputs filled with NaN before every op: nothing reads what was not written in this step."""
+    path = gguf(tiny_checkpoint("k3"))
+    tokens = rng.integers(0, 512, 45).tolist()
+    results = []
+    for poison in (0, 1):
+        with Engine(path, n_ctx=45, n_batch=20, poison=poison) as engine:
+            results.append(engine.logits(tokens))
+    assert np.array_equal(results[0], results[1])
+
+
+def test_d12_a_large_batch_on_a_deep_model(tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path]) -> None:
+    """D12: the number of ops never depends on the number of rows."""
+    with Engine(gguf(tiny_checkpoint("k3-93-layers")), n_ctx=4096, n_batch=4096) as engine:
+        session = engine.session()
+        session.eval(list(range(512)) * 8, "LAST")
+        assert session.length == 4096 and np.isfinite(session.row()).all()
+
+
+@pytest.mark.parametrize("name", ["kl-mini", "k3-mini"])
+@pytest.mark.parametrize("activations,kl_bound", [("fine", 1e-6), ("fast", 1e-2)])
+def test_rounded_activations_stay_close_to_exact(
+    golden: Path, gguf: Callable[..., Path], name: str, activations: str, kl_bound: float
+) -> None:
+    """Mean KL divergence over positions of a Q8_0 file, exact against rounded inputs."""
+    path = gguf(golden / name, "q8_0")
+    tokens = golden_prompts(golden)["p160"]
+    with Engine(path, n_ctx=160) as exact, Engine(path, n_ctx=160, activations=activations) as rounded:
+        p, q = (log_softmax(e.logits(tokens)) for e in (exact, rounded))
+    assert np.mean(np.sum(np.exp(p) * (p - q), axis=1)) < kl_bound
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    x = x - x.max(axis=1, keepdims=True)
+    return x - np.log(np.sum(np.exp(x), axis=1, keepdims=True))
