@@ -1,6 +1,7 @@
 """Writes `_cdef.py`, the binding's view of the C interface, from the marked region of `deltallama.h`.
 
-CMake runs this file as a script while it builds, so it must not import the package. The output is cffi's out-of-line ABI
+CMake runs this file as a script while it builds, so it must not import the package. The output is cffi's out-of-line
+ABI
 form: importing it needs neither a compiler nor a parser.
 
     python _build_ffi.py csrc/include/deltallama.h _cdef.py

@@ -3,8 +3,9 @@
     ffi, lib = native.load()
     native.check(lib.delta_model_open(path, params, model))
 
-The library is the file named by the environment variable DELTALLAMA_LIBRARY; without it, the `libdeltallama_test` of the
-package build (`make test` makes it); without that, the library inside the installed package, which has no test interface.
+The library is the file named by the environment variable DELTALLAMA_LIBRARY; without it, the `libdeltallama_test` of
+the package build (`make test` makes it); without that, the library inside the installed package, which has no test
+interface.
 """
 
 from __future__ import annotations

@@ -1,0 +1,163 @@
+"""Native models and sessions: opening options, ownership, and callbacks into Python."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ._ffi import call, ffi, fill, lib, new_struct, struct_values
+from .errors import ArgumentError, StateError
+
+Progress = Callable[[int, int], object]
+"""Called with tokens done and tokens in all; a true result stops the computation with CancelledError."""
+
+_ACTIVATIONS = {"exact": lib.DELTA_EXACT, "fine": lib.DELTA_FINE, "fast": lib.DELTA_FAST}
+_CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30}
+
+
+def devices() -> list[dict[str, Any]]:
+    """The devices this build can use here: kind, name, isa, bytes_free, bytes_total of each."""
+    found = []
+    for index in range(lib.delta_device_count()):
+        info = new_struct("delta_device_info")
+        call(lib.delta_device_info_get(index, info))
+        found.append(struct_values(info))
+    return found
+
+
+def plan(model_path: str | os.PathLike[str], **options: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """Checks a model file as opening does and tells its sizes and planned bytes, without allocating them.
+
+    Takes the options of `Llama`. Returns the fields of `delta_model_info` and of `delta_memory`.
+    """
+    params = Params(**options)
+    info, memory = new_struct("delta_model_info"), new_struct("delta_memory")
+    call(lib.delta_model_plan(native_path(model_path), params.struct, info, memory))
+    params.reraise()
+    return struct_values(info), struct_values(memory)
+
+
+class Params:
+    """Checked opening options in the library's form; keeps alive what the struct borrows."""
+
+    def __init__(
+        self,
+        *,
+        activations: str = "fine",
+        cache_type: str = "f16",
+        device: str = "cpu",
+        checkpoint_bytes: int | None = None,
+        progress: Progress | None = None,
+        **sizes: int,
+    ) -> None:
+        self.struct = ffi.new("delta_model_params *")
+        lib.delta_model_params_init(self.struct)
+        self._report = ProgressCallback(progress)
+        self._device = ffi.new("char[]", device.encode())
+        fill(
+            self.struct,
+            **sizes,
+            activations=choice("activations", activations, _ACTIVATIONS),
+            cache_type=choice("cache_type", cache_type, _CACHE_TYPES),
+            device=self._device,
+            progress=self._report.function,
+        )
+        if checkpoint_bytes is not None:
+            fill(self.struct, checkpoint_bytes=checkpoint_bytes)
+
+    def reraise(self) -> None:
+        """Raises what the progress function raised."""
+        self._report.reraise()
+
+
+class Handles:
+    """The native model and its session. Every use holds the lock, so that closing waits for the running call."""
+
+    def __init__(self, path: str | os.PathLike[str], params: Params) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self.closed = False
+        model, session = ffi.new("delta_model **"), ffi.new("delta_session **")
+        status = lib.delta_model_open(native_path(path), params.struct, model)
+        params.reraise()
+        call(status)
+        self.model = model[0]
+        try:
+            call(lib.delta_session_create(self.model, session))
+        except BaseException:
+            lib.delta_model_close(self.model)
+            raise
+        self.session = session[0]
+
+    def check(self) -> None:
+        """Raises StateError when closed or forked."""
+        if self.closed:
+            raise StateError("the model is closed")
+        if self._pid != os.getpid():
+            raise StateError(
+                f"the model was opened by process {self._pid} and cannot be used after a fork; open it again here"
+            )
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        self.check()
+        with self._lock:
+            self.check()
+            yield
+
+    def close(self) -> None:
+        if self.closed or self._pid != os.getpid():
+            return
+        lib.delta_model_cancel(self.model)
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                lib.delta_session_free(self.session)
+                lib.delta_model_close(self.model)
+
+
+class ProgressCallback:
+    """A native progress function that calls a Python one, stops when that raises, and raises it again afterwards.
+
+    It is used without a Python function too: returning to the interpreter is what lets Ctrl-C interrupt a long prompt.
+    """
+
+    def __init__(self, function: Progress | None) -> None:
+        self._error: BaseException | None = None
+
+        def report(done: int, total: int, user: Any) -> int:
+            return 1 if function is not None and function(done, total) else 0
+
+        def failed(kind: Any, error: BaseException, traceback: Any) -> int:
+            self._error = error
+            return 1
+
+        self.function = ffi.callback("delta_progress_fn", report, error=1, onerror=failed)
+
+    def reraise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def native_path(path: str | os.PathLike[str]) -> bytes:
+    encoded = os.fsencode(path)
+    if b"\0" in encoded:
+        raise ArgumentError(f"a path cannot contain a zero byte: {path!r}")
+    return encoded
+
+
+def native_ids(tokens: Sequence[int]) -> Any:
+    try:
+        return ffi.new("int32_t[]", [int(token) for token in tokens])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"tokens must be ids: {error}") from None
+
+
+def choice(name: str, value: str, choices: Mapping[str, int]) -> int:
+    if value not in choices:
+        raise ArgumentError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return choices[value]

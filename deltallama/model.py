@@ -1,0 +1,512 @@
+"""`Llama`: a GGUF file opened for generation."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
+
+import numpy as np
+from gguf_ext import GGUFError, GGUFReader
+
+from ._ffi import call, ffi, lib, new_struct, struct_values
+from .chat import get_format
+from .chat.messages import Channel, Message
+from .errors import ArgumentError, CancelledError, ContextFullError, FormatError, StateError
+from .handles import Handles, Params, Progress, ProgressCallback, choice, native_ids, native_path
+from .results import Completion, Delta, FinishReason, Reply, Stream, Usage, drain
+from .sampling import Sampler, SamplingOptions
+from .streaming import TextStream
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Llama", "SyncResult", "TopToken"]
+
+_LOGITS = {"none": lib.DELTA_LOGITS_NONE, "last": lib.DELTA_LOGITS_LAST, "all": lib.DELTA_LOGITS_ALL}
+_VOCABULARY_KEYS = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges", "scores"))
+
+
+class SyncResult(NamedTuple):
+    """What `Llama.sync` did, in tokens."""
+
+    n_reused: int
+    n_computed: int
+    n_replayed: int
+
+
+class TopToken(NamedTuple):
+    """A candidate for the next token; `logprob` is the natural logarithm of its probability before sampling."""
+
+    token: int
+    logit: float
+    logprob: float
+
+
+class Llama:
+    """A model with one timeline of tokens.
+
+        llm = Llama("model.gguf")
+        print(llm.generate("The capital of France is", max_tokens=8))
+        print(llm.chat([{"role": "user", "content": "Hi"}]))
+
+    Calls from several threads run one after the other. After `close`, and in a child process made by `fork`, every
+    use is a StateError. A model cannot be pickled or copied.
+
+    Attributes:
+        tokenizer: text to ids and back.
+        metadata: what the file says, without the vocabulary's arrays.
+        info: sizes and special ids: the fields of `delta_model_info`.
+        memory: bytes in use: the fields of `delta_memory`.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        n_ctx: int = 0,
+        n_threads: int = 0,
+        n_batch: int = 0,
+        n_outputs: int = 0,
+        activations: str = "fine",
+        cache_type: str = "f16",
+        seed: int | None = None,
+        device: str = "cpu",
+        checkpoint_bytes: int | None = None,
+        checkpoint_every: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        """Opens a model; of a split file, name the first part.
+
+        Args:
+            n_ctx: positions; 0: the smaller of the file's context length and 4096.
+            n_threads: 0: physical cores.
+            n_batch: rows computed together in a prompt; 0: 512.
+            n_outputs: rows per step that may keep logits; 0: 16.
+            activations: how finely inputs of products with quantized weights are rounded: "exact", "fine", "fast".
+            cache_type: type of the latent cache: "f32", "f16", "bf16".
+            seed: seed of calls that name none; None: a new one for each call.
+            device: kind of device: "cpu", or "ref" (scalar and slow, the definition).
+            checkpoint_bytes: memory for checkpoints of recurrent state; None: 8 checkpoints, at most 1 GiB.
+            checkpoint_every: prompt rows between checkpoints; 0: 512.
+            progress: called while the file is checked, with bytes done and in all.
+
+        Raises:
+            FileNotFoundError, FileError: the file cannot be read.
+            FormatError: it is damaged or contradicts itself.
+            UnsupportedError: it needs what this build does not have.
+            OutOfMemoryError: the planned memory cannot be had.
+        """
+        params = Params(
+            n_ctx=n_ctx, n_threads=n_threads, n_batch=n_batch, n_outputs=n_outputs, activations=activations,
+            cache_type=cache_type, device=device, checkpoint_bytes=checkpoint_bytes, checkpoint_every=checkpoint_every,
+            progress=progress,
+        )  # fmt: skip
+        fields = _read_fields(model_path)
+        self.tokenizer = Tokenizer(fields)
+        self.metadata: dict[str, Any] = {key: value for key, value in fields.items() if key not in _VOCABULARY_KEYS}
+        self.seed = seed
+        self._handles = Handles(model_path, params)
+        self._turn = threading.Lock()  # who may move the timeline; held by a stream over its whole life
+        self._turn_thread: int | None = None
+        self._cancelled = False
+        self._finalizer = weakref.finalize(self, self._handles.close)
+        info, memory = new_struct("delta_model_info"), new_struct("delta_memory")
+        call(lib.delta_model_info_get(self._handles.model, info))
+        call(lib.delta_model_memory(self._handles.model, memory))
+        self.info: dict[str, Any] = struct_values(info)
+        self.memory: dict[str, int] = struct_values(memory)
+        if self.tokenizer.n_vocab != self.n_vocab:
+            self.close()
+            raise FormatError(
+                f"tokenizer.ggml.tokens has {self.tokenizer.n_vocab} entries, the model {self.n_vocab} outputs"
+            )
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self, prompt: str | bytes | Sequence[int], *, max_tokens: int | None = ..., stop: str | Sequence[str] = ...,
+        stream: Literal[False] = ..., progress: Progress | None = ..., **sampling: Unpack[SamplingOptions],
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: str | bytes | Sequence[int], *, max_tokens: int | None = ..., stop: str | Sequence[str] = ...,
+        stream: Literal[True], progress: Progress | None = ..., **sampling: Unpack[SamplingOptions],
+    ) -> Stream[str, Completion]: ...  # fmt: skip
+
+    def generate(
+        self,
+        prompt: str | bytes | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        stream: bool = False,
+        progress: Progress | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Completion | Stream[str, Completion]:
+        """Continues a prompt: plain text, in which control tokens are text, or token ids.
+
+        Args:
+            max_tokens: None: until the model ends the text or the context is full.
+            stop: the text ends before the first of these.
+            stream: return a `Stream` of pieces of text.
+            progress: see `Progress`; called while the prompt is computed.
+            sampling: see `SamplingOptions`.
+
+        Raises:
+            ArgumentError: the prompt is empty, an id or option is out of range.
+            ContextFullError: the prompt alone does not fit.
+            CancelledError: `cancel` was called, or `progress` asked to stop.
+        """
+        tokens = self._prompt(prompt)
+        run = _Run(self, tokens, max_tokens, Sampler(sampling, self.seed), progress)
+        pieces = self._complete(run, TextStream(_stop_list(stop)))
+        return Stream(pieces) if stream else drain(pieces)
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = ..., thinking: bool = ...,
+        thinking_effort: str | None = ..., max_tokens: int | None = ..., stop: str | Sequence[str] = ...,
+        stream: Literal[False] = ..., progress: Progress | None = ..., **sampling: Unpack[SamplingOptions],
+    ) -> Reply: ...  # fmt: skip
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = ..., thinking: bool = ...,
+        thinking_effort: str | None = ..., max_tokens: int | None = ..., stop: str | Sequence[str] = ...,
+        stream: Literal[True], progress: Progress | None = ..., **sampling: Unpack[SamplingOptions],
+    ) -> Stream[Delta, Reply]: ...  # fmt: skip
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        thinking_effort: str | None = "max",
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        stream: bool = False,
+        progress: Progress | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Reply | Stream[Delta, Reply]:
+        """Answers a conversation of OpenAI-style messages in the chat format of the model.
+
+        Args:
+            tools: descriptions of functions the model may call.
+            thinking: reason before answering, if the model does.
+            thinking_effort: "low", "high", "max", or None to say nothing about it.
+            max_tokens: reasoning included; None: until the model ends its turn or the context is full.
+            stop: the content ends before the first of these; reasoning is not searched.
+            stream: return a `Stream` of `Delta`.
+            progress, sampling: as in `generate`.
+
+        Raises:
+            ArgumentError, ContextFullError, CancelledError: as `generate`.
+            UnsupportedError: the model has no chat format.
+        """
+        chat_format = self._chat_format()
+        segments = chat_format.segments(messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort)
+        tokens = self.tokenizer.encode_segments(segments)
+        run = _Run(self, tokens, max_tokens, Sampler(sampling, self.seed), progress)
+        parser = chat_format.ReplyParser(self.tokenizer, thinking)
+        pieces = self._reply(run, parser, _stop_list(stop))
+        return Stream(pieces) if stream else drain(pieces)
+
+    def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The prompt of a conversation as token ids; options of the chat format, such as `tools` and `thinking`."""
+        return self.tokenizer.encode_segments(self._chat_format().segments(messages, **options))
+
+    def tokenize(self, text: str | bytes, special: bool = False) -> list[int]:
+        """Token ids of a text, without a BOS; text that spells a control token stays text unless `special` is set."""
+        return self.tokenizer.encode(text, special)
+
+    def detokenize(self, tokens: Sequence[int], special: bool = False) -> str:
+        """Text of token ids; control tokens are left out unless `special` is set (see `Tokenizer.decode`)."""
+        return self.tokenizer.decode(tokens, special)
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def sync(self, tokens: Sequence[int], progress: Progress | None = None) -> SyncResult:
+        """Makes the timeline equal to `tokens`, reusing what is valid; logits of the last are then available."""
+        with self._take_turn():
+            return self._sync(tokens, progress)
+
+    def eval(self, tokens: Sequence[int], logits: str = "last") -> None:
+        """Appends tokens to the timeline; `logits` says which rows to keep: "none", "last", "all"."""
+        with self._take_turn():
+            self._eval(tokens, logits)
+
+    def logits(self, row: int = -1) -> np.ndarray:
+        """Logits of a kept row of the last evaluation: float32 `[n_vocab]`, a copy.
+
+        Raises:
+            StateError: that row was not kept.
+        """
+        with self._handles.use():
+            pointer, n_vocab = ffi.new("float **"), ffi.new("uint32_t *")
+            call(lib.delta_session_logits(self._handles.session, row, pointer, n_vocab))
+            values: np.ndarray = np.frombuffer(ffi.buffer(pointer[0], n_vocab[0] * 4), dtype=np.float32)
+            return values.copy()
+
+    @property
+    def n_logits(self) -> int:
+        """Number of rows kept by the last evaluation."""
+        with self._handles.use():
+            return int(lib.delta_session_logits_count(self._handles.session))
+
+    def top(self, n: int = 10, row: int = -1) -> list[TopToken]:
+        """The `n` best next tokens after a kept row, best first."""
+        if not 0 < n <= self.n_vocab:
+            raise ArgumentError(f"n must be 1 to {self.n_vocab}, got {n}")
+        with self._handles.use():
+            best = ffi.new("delta_top_token[]", n)
+            call(lib.delta_session_top(self._handles.session, row, best, n))
+            return [TopToken(item.token, item.logit, item.logprob) for item in best]
+
+    def sample(self, **sampling: Unpack[SamplingOptions]) -> int:
+        """Chooses a next token from the last logits; does not append it."""
+        with self._take_turn():
+            return self._sample(Sampler(sampling, self.seed))
+
+    def is_stop(self, token: int) -> bool:
+        """Whether generation ends at this token."""
+        with self._handles.use():
+            return bool(lib.delta_model_is_stop(self._handles.model, token))
+
+    @property
+    def tokens(self) -> list[int]:
+        """The timeline."""
+        with self._handles.use():
+            n = lib.delta_session_length(self._handles.session)
+            ids, length = ffi.new("int32_t[]", max(n, 1)), ffi.new("size_t *")
+            call(lib.delta_session_tokens(self._handles.session, ids, n, length))
+            return list(ffi.unpack(ids, n)) if n else []
+
+    @property
+    def n_tokens(self) -> int:
+        """Length of the timeline."""
+        with self._handles.use():
+            return int(lib.delta_session_length(self._handles.session))
+
+    @property
+    def n_ctx(self) -> int:
+        """Positions of the timeline."""
+        return int(self.info["n_ctx"])
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of token ids."""
+        return int(self.info["n_vocab"])
+
+    @property
+    def architecture(self) -> str:
+        return str(self.info["architecture"])
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counters since opening: the fields of `delta_stats`."""
+        with self._handles.use():
+            stats = new_struct("delta_stats")
+            call(lib.delta_model_stats(self._handles.model, stats))
+            return struct_values(stats)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Empties the timeline."""
+        self.truncate(0)
+
+    def truncate(self, length: int) -> None:
+        """Shortens the timeline to its first `length` tokens."""
+        if length < 0:
+            raise ArgumentError(f"length must not be negative, got {length}")
+        with self._take_turn(), self._handles.use():
+            call(lib.delta_session_truncate(self._handles.session, length))
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Writes the timeline and its state to a file, complete or not at all."""
+        with self._take_turn(), self._handles.use():
+            call(lib.delta_session_save(self._handles.session, native_path(path)))
+
+    def load_state(self, path: str | os.PathLike[str]) -> None:
+        """Restores what `save_state` wrote with the same model; anything else is refused and changes nothing."""
+        with self._take_turn(), self._handles.use():
+            call(lib.delta_session_load(self._handles.session, native_path(path)))
+
+    def cancel(self) -> None:
+        """Makes the running call raise CancelledError at its next step; from any thread. Does nothing without one."""
+        self._handles.check()
+        if self._turn.locked():
+            self._cancelled = True
+            lib.delta_model_cancel(self._handles.model)
+
+    def close(self) -> None:
+        """Frees the model; a running call is cancelled first. May be called again."""
+        self._finalizer()
+
+    @property
+    def closed(self) -> bool:
+        return self._handles.closed
+
+    def __enter__(self) -> Llama:
+        self._handles.check()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.info['n_layer']} layers, n_ctx={self.n_ctx}"
+        return f"<Llama {self.architecture}, {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Llama cannot be pickled or copied: it owns native memory; open the file again instead")
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _chat_format(self) -> Any:
+        return get_format(self.architecture)
+
+    def _prompt(self, prompt: str | bytes | Sequence[int]) -> list[int]:
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str | bytes) else list(prompt)
+        if not tokens:
+            raise ArgumentError("the prompt is empty: give at least one token")
+        return tokens
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[None]:
+        self._handles.check()
+        if self._turn_thread == threading.get_ident():
+            raise StateError("a stream on this model is still open in this thread: exhaust or close it first")
+        with self._turn:
+            self._turn_thread, self._cancelled = threading.get_ident(), False
+            try:
+                yield
+            finally:
+                self._turn_thread = None
+
+    def _sync(self, tokens: Sequence[int], progress: Progress | None) -> SyncResult:
+        result = new_struct("delta_sync_result")
+        report = ProgressCallback(progress)
+        ids = native_ids(tokens)
+        with self._handles.use():
+            status = lib.delta_session_sync(self._handles.session, ids, len(ids), report.function, ffi.NULL, result)
+        report.reraise()
+        call(status)
+        return SyncResult(result.n_reused, result.n_computed, result.n_replayed)
+
+    def _eval(self, tokens: Sequence[int], logits: str) -> None:
+        mode = choice("logits", logits, _LOGITS)
+        ids = native_ids(tokens)
+        with self._handles.use():
+            call(lib.delta_session_eval(self._handles.session, ids, len(ids), mode))
+
+    def _sample(self, sampler: Sampler) -> int:
+        token = ffi.new("int32_t *")
+        with self._handles.use():
+            call(lib.delta_session_sample(self._handles.session, sampler.params, token))
+        return int(token[0])
+
+    def _complete(self, run: _Run, text: TextStream) -> Generator[str, None, Completion]:
+        pieces: list[str] = []
+        for token in run:
+            if piece := text.push(self.tokenizer.piece(token)):
+                pieces.append(piece)
+                yield piece
+            if text.stopped is not None:
+                run.stop()
+        if piece := text.finish():
+            pieces.append(piece)
+            yield piece
+        return Completion("".join(pieces), run.tokens, run.finish_reason, run.sampler.seed, run.usage)
+
+    def _reply(self, run: _Run, parser: Any, stop: Sequence[str]) -> Generator[Delta, None, Reply]:
+        streams = {"reasoning": TextStream(), "content": TextStream(stop)}
+        texts: dict[Channel, list[str]] = {"reasoning": [], "content": []}
+
+        def show(channel: Channel, piece: str) -> Iterator[Delta]:
+            if piece:
+                texts[channel].append(piece)
+                yield Delta(**{channel: piece})
+
+        for token in run:
+            for channel, data in parser.push(token):
+                yield from show(channel, streams[channel].push(data))
+            if streams["content"].stopped is not None:
+                run.stop()
+        for channel in texts:
+            yield from show(channel, streams[channel].finish())
+        if parser.reasoning_was_content:
+            texts["reasoning"].clear()
+        calls = [
+            {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for index, (name, arguments) in enumerate(parser.tool_calls, start=1)
+        ]
+        reason: FinishReason = "tool_calls" if calls and run.finish_reason == "stop" else run.finish_reason
+        content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
+        return Reply(content, reasoning, calls, run.tokens, reason, run.sampler.seed, run.usage)
+
+
+class _Run:
+    """One generation: iterating computes the prompt, then yields tokens; the ending token is kept but not yielded."""
+
+    def __init__(
+        self, llm: Llama, prompt: Sequence[int], max_tokens: int | None, sampler: Sampler, progress: Progress | None
+    ) -> None:
+        if max_tokens is not None and max_tokens < 0:
+            raise ArgumentError(f"max_tokens must not be negative, got {max_tokens}")
+        self.llm, self.prompt, self.max_tokens = llm, prompt, max_tokens
+        self.sampler, self.progress = sampler, progress
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason = "length"
+        self.n_cached = 0
+        self._stopped = False
+        llm._handles.check()
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), len(self.tokens), self.n_cached)
+
+    def stop(self) -> None:
+        """Ends the iteration: the caller has seen a stop string."""
+        self._stopped, self.finish_reason = True, "stop"
+
+    def __iter__(self) -> Iterator[int]:
+        llm = self.llm
+        with llm._take_turn():
+            self.n_cached = llm._sync(self.prompt, self.progress).n_reused
+            while self.max_tokens is None or len(self.tokens) < self.max_tokens:
+                token = llm._sample(self.sampler)
+                self.tokens.append(token)
+                if llm.is_stop(token):
+                    self.finish_reason = "stop"
+                    return
+                yield token
+                if self._stopped or len(self.tokens) == self.max_tokens:
+                    return
+                if llm._cancelled:
+                    raise CancelledError("cancelled")
+                try:
+                    llm._eval([token], "last")
+                except ContextFullError:
+                    return
+
+
+def _read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        with GGUFReader(os.fspath(path)) as reader:
+            fields: dict[str, Any] = reader.fields
+            return fields
+    except GGUFError as error:
+        raise FormatError(str(error)) from None
+
+
+def _stop_list(stop: str | Sequence[str]) -> list[str]:
+    return [stop] if isinstance(stop, str) else list(stop)
