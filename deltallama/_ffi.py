@@ -101,7 +101,7 @@ def struct_values(struct: Any) -> dict[str, Any]:
     return values
 
 
-@ffi.callback("void(int, const char *, void *)")
+@ffi.callback("void(int, const char *, void *)")  # type: ignore[untyped-decorator,unused-ignore]
 def _log(level: int, message: Any, user: Any) -> None:
     log.log(_LOG_LEVELS.get(level, logging.WARNING), "%s", ffi.string(message).decode("utf-8", "replace"))
 

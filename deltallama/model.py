@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import numpy as np
+
 from gguf_ext import GGUFError, GGUFReader
 
 from ._ffi import call, ffi, lib, new_struct, struct_values
@@ -252,8 +253,7 @@ class Llama:
         with self._handles.use():
             pointer, n_vocab = ffi.new("float **"), ffi.new("uint32_t *")
             call(lib.delta_session_logits(self._handles.session, row, pointer, n_vocab))
-            values: np.ndarray = np.frombuffer(ffi.buffer(pointer[0], n_vocab[0] * 4), dtype=np.float32)
-            return values.copy()
+            return np.array(np.frombuffer(ffi.buffer(pointer[0], n_vocab[0] * 4), dtype=np.float32))
 
     @property
     def n_logits(self) -> int:
