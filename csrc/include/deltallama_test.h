@@ -55,6 +55,21 @@ typedef void (*delta_test_observer)(const char *op, const char *name, int32_t la
                                     int32_t cols, void *user);
 /* Calls `fn` after every op of this model from now on; null stops it. */
 delta_status delta_test_observe(delta_model *model, delta_test_observer fn, void *user);
+
+/* -- the GGUF parser alone (csrc/api/test_gguf.cpp) ----------------------------------------------------------------------- */
+typedef struct delta_test_gguf_info {
+    uint32_t size;
+    uint32_t n_files;
+    uint64_t n_values;
+    uint64_t n_tensors;
+    uint64_t n_bytes;          /* of tensor data */
+    uint64_t values_checksum;  /* XXH64 of each key and its text */
+    uint64_t data_checksum;    /* XXH64 of each tensor's name and bytes */
+} delta_test_gguf_info;
+/* Opens a file or a split set and reads all of it. */
+delta_status delta_test_gguf(const char *path, delta_test_gguf_info *info);
+/* The text of one value. */
+delta_status delta_test_gguf_text(const char *path, const char *key, char *buffer, size_t capacity);
 /* cdef-end */
 
 #ifdef __GNUC__
