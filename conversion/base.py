@@ -1,0 +1,329 @@
+"""The converter that the model files fill in: check the configuration, match every tensor, plan the file.
+
+A model class gives a table of rows (tensor, the config width of each axis, fold), the widths the rows speak of, and its keys.
+Everything here is the same for all models. Of a shard only the header is read until the whole file is planned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from gguf_ext import Plan, PlannedTensor
+from gguf_ext import constants as c
+from gguf_ext.constants import GGMLQuantizationType, GGUFValueType, LlamaFileType
+
+from . import packed
+from .checkpoint import FLOAT_DTYPES, Checkpoint, Source
+from .config import Config, Width
+from .errors import ConversionError, listed
+from .folds import Fold, Types, stack_packed, stack_plain
+
+ONE = "1"  # an axis of length one
+
+OUTTYPES = {
+    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.(weight|weight_packed|weight_scale)")
+_SCALE_NAME = re.compile(r".*(scale|scale_inv|zero_point|_packed|weight_shape|qzeros|qweight|g_idx)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor of the checkpoint: the width of each axis by name (slowest first) and what becomes of it.
+
+    `hf` is the name within its layer, or within the model. Rows with equal folds feed the same output. `also` gives other
+    shapes under which the same bytes are stored.
+    """
+
+    hf: str
+    axes: tuple[str, ...]
+    fold: Fold
+    also: tuple[tuple[str, ...], ...] = ()
+
+
+# Projections of a routed expert in file order: gate, down, up. Checkpoint name, axes, output.
+EXPERTS = (
+    ("w1", ("expert_width", "expert_input"), c.FFN_GATE_EXPS),
+    ("w2", ("expert_input", "expert_width"), c.FFN_DOWN_EXPS),
+    ("w3", ("expert_width", "expert_input"), c.FFN_UP_EXPS),
+)
+
+ExpertKey = tuple[int, str, str]  # expert, projection, "weight" | "weight_packed" | "weight_scale"
+Experts = dict[int, dict[ExpertKey, Source]]  # by layer
+Groups = dict[tuple[int | None, Fold], dict[str, Source]]  # layer and fold -> sources by name
+
+
+class Converter:
+    """Base of the model classes. The configuration is checked here completely.
+
+    Raises:
+        ConversionError: the configuration lacks a field, or asks for a mechanism this class does not have.
+    """
+
+    architecture: ClassVar[str]  # the GGUF name
+    prefix: ClassVar[str] = ""  # of the text model's tensor names; may be missing in a checkpoint
+    ignored: ClassVar[tuple[str, ...]] = ()  # beginnings of names that are no part of the text model
+    chat_template: ClassVar[str | None] = None  # for checkpoints that ship none
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.announces_packed = packed.check_scheme(config)
+        self.n_layers = config.integer("num_hidden_layers")
+        self.widths: dict[str, Width] = {ONE: Width(1, "always")}
+        self.read_config()
+
+    # --- what a model class provides ------------------------------------------------------------------------------------
+    n_experts: int
+
+    def read_config(self) -> None:
+        """Check the configuration; set `n_experts` and fill `widths`."""
+        raise NotImplementedError
+
+    def model_rows(self) -> Iterable[Row]:
+        """Tensors outside the layers."""
+        raise NotImplementedError
+
+    def layer_rows(self, layer: int) -> Iterable[Row]:
+        """Tensors of a layer, routed experts apart."""
+        raise NotImplementedError
+
+    def has_experts(self, layer: int) -> bool:
+        raise NotImplementedError
+
+    def add_fields(self, plan: Plan, file_type: LlamaFileType) -> None:
+        """Add the architecture's keys in file order, `general.file_type` in its place among them."""
+        raise NotImplementedError
+
+    # --- for model classes ----------------------------------------------------------------------------------------------
+    def width(self, name: str, value: int, source: str, at_least: bool = False) -> int:
+        """Define a width that table rows may name."""
+        self.widths[name] = Width(value, source, at_least)
+        return value
+
+    def field_adder(self, plan: Plan) -> Callable[[str, Any, GGUFValueType], None]:
+        """A function that adds keys under the architecture's prefix; lists become arrays."""
+
+        def add(key: str, value: Any, type_: GGUFValueType) -> None:
+            name = f"{self.architecture}.{key}"
+            if isinstance(value, list):
+                plan.add_field(name, value, GGUFValueType.ARRAY, type_)
+            else:
+                plan.add_field(name, value, type_)
+
+        return add
+
+    # --- the plan -------------------------------------------------------------------------------------------------------
+    def auto_outtype(self, checkpoint: Checkpoint) -> str:
+        """The type of the checkpoint's first float matrix if that is 16 bits wide, else f16."""
+        for source in self._text_tensors(checkpoint).values():
+            if len(source.shape) >= 2 and source.dtype in FLOAT_DTYPES:
+                return "bf16" if source.dtype == "BF16" else "f16"
+        return "f16"
+
+    def plan_tensors(self, checkpoint: Checkpoint, types: Types) -> list[PlannedTensor]:
+        """Match every tensor of the checkpoint, check closure, shapes and dtypes, and plan the outputs in file order.
+
+        The order is that of existing files: packed experts by layer; then by shard and name of the source, an output with
+        several sources where the last of them is, plain experts where the layer's last one is.
+
+        Raises:
+            ConversionError: tensors are missing, unexpected or unpaired, or have a wrong shape or dtype.
+        """
+        groups, experts = self._match(self._text_tensors(checkpoint))
+        order = {name: number for number, name in enumerate(checkpoint.tensors)}
+
+        def last(sources: Iterable[Source]) -> int:
+            return max(order[source.name] for source in sources)
+
+        first: list[PlannedTensor] = []
+        rest: list[tuple[int, list[PlannedTensor]]] = []
+        for layer, sources in sorted(experts.items()):
+            outputs = self._plan_experts(layer, sources, types)
+            if outputs[0].type == GGMLQuantizationType.MXFP4:
+                first += outputs
+            else:
+                rest.append((last(sources.values()), outputs))
+        for (layer_or_none, fold), named in groups.items():
+            block = "" if layer_or_none is None else c.BLOCK.format(layer=layer_or_none)
+            rest.append((last(named.values()), fold.plan(block, named, types)))
+        rest.sort(key=lambda entry: entry[0])
+        return first + [output for _, outputs in rest for output in outputs]
+
+    def _text_tensors(self, checkpoint: Checkpoint) -> dict[str, Source]:
+        """The text model's tensors by their names without prefix, in checkpoint order."""
+        text: dict[str, Source] = {}
+        for name, source in checkpoint.tensors.items():
+            if name.startswith(self.ignored) or name.endswith(".rotary_emb.inv_freq"):
+                continue
+            short = name.removeprefix(self.prefix)
+            if short in text:
+                raise ConversionError(f"{text[short].name} and {name} are the same tensor under two names")
+            text[short] = source
+        return text
+
+    def _match(self, text: dict[str, Source]) -> tuple[Groups, Experts]:
+        rows: dict[str, tuple[int | None, Row]] = {row.hf: (None, row) for row in self.model_rows()}
+        for layer in range(self.n_layers):
+            rows |= {f"model.layers.{layer}.{row.hf}": (layer, row) for row in self.layer_rows(layer)}
+        experts: Experts = {layer: {} for layer in range(self.n_layers) if self.has_experts(layer)}
+        unexpected = []
+        for name, source in text.items():
+            if name in rows:
+                continue
+            match = _EXPERT.fullmatch(name)
+            if match and int(match[1]) in experts:
+                experts[int(match[1])][int(match[2]), match[3], match[4]] = source
+            else:
+                unexpected.append(source)
+        missing = [name for name in rows if name not in text]
+        if missing or unexpected:
+            raise self._closure_error(missing, unexpected, rows, text)
+        groups: Groups = {}
+        for name, (layer_or_none, row) in rows.items():
+            self._check(text[name], row.axes, *row.also)
+            groups.setdefault((layer_or_none, row.fold), {})[row.hf] = text[name]
+        for layer, sources in experts.items():
+            self._check_experts(layer, sources)
+        return groups, experts
+
+    def _closure_error(
+        self, missing: list[str], unexpected: list[Source], rows: dict[str, tuple[int | None, Row]], text: dict[str, Source]
+    ) -> ConversionError:
+        problems = []
+        quantized = [source.name for source in unexpected if _SCALE_NAME.fullmatch(source.name)]
+        if quantized:
+            problems.append(f"quantized tensors where none are known: {listed(quantized)}; supported: {packed.SUPPORTED}")
+        for name in missing:
+            layer, row = rows[name]
+            partners = [
+                other
+                for other, (other_layer, other_row) in rows.items()
+                if other in text and other_layer == layer and other_row.fold == row.fold
+            ]
+            if partners:
+                problems.append(f"{text[partners[0]].name} has no {self.prefix}{name} beside it")
+        plain = [self.prefix + name for name in missing]
+        if plain:
+            problems.append(f"missing: {listed(plain)}")
+        others = {source.name for source in unexpected} - set(quantized)
+        if others:
+            problems.append(f"unexpected: {listed(others)}")
+        what = f"{self.config.architecture} with {self.n_layers} layers"
+        return ConversionError(f"the tensors are not those of {what}: " + "; ".join(problems))
+
+    def _check(self, source: Source, *shapes: tuple[str, ...]) -> None:
+        """Check dtype and shape; `shapes` are alternatives, each an axis -> width list, and messages speak of the first."""
+        if source.dtype not in FLOAT_DTYPES:
+            what = "an integer weight without a known packing" if source.dtype[0] in "UIB" else "not read"
+            raise ConversionError(
+                f"tensor {source.name}: dtype {source.dtype} is {what}; supported: {', '.join(FLOAT_DTYPES)}, "
+                f"and for experts {packed.SUPPORTED}"
+            )
+        for axes in shapes:
+            widths = [self.widths[axis] for axis in axes]
+            if len(widths) == len(source.shape) and all(
+                length >= width.value if width.at_least else length == width.value
+                for length, width in zip(source.shape, widths, strict=True)
+            ):
+                return
+        raise ConversionError(f"tensor {source.name}: " + self._shape_problem(source.shape, shapes[0]))
+
+    def _shape_problem(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:
+        widths = [self.widths[axis] for axis in axes]
+        if len(shape) != len(widths):
+            expected = ", ".join(str(width.value) for width in widths)
+            return f"shape {list(shape)}, expected [{expected}]"
+        for axis, (length, width) in enumerate(zip(shape, widths, strict=True)):
+            if length < width.value or (length > width.value and not width.at_least):
+                least = "at least " if width.at_least else ""
+                return f"axis {axis} is {length}, expected {least}{width.value} ({width.source}); shape {list(shape)}"
+        raise AssertionError("called for a shape that fits")
+
+    # --- routed experts -------------------------------------------------------------------------------------------------
+    def _check_experts(self, layer: int, sources: dict[ExpertKey, Source]) -> None:
+        where = f"layer {layer}"
+        kinds = {kind for _, _, kind in sources}
+        if "weight" in kinds and len(kinds) > 1:
+            plain = next(source.name for (_, _, kind), source in sources.items() if kind == "weight")
+            other = next(source.name for (_, _, kind), source in sources.items() if kind != "weight")
+            raise ConversionError(f"{where}: experts are partly packed: {plain} beside {other}")
+        wanted = ("weight",) if "weight" in kinds or not kinds else (packed.PACKED, packed.SCALE)
+        if packed.PACKED in wanted and not self.announces_packed:
+            source = next(iter(sources.values()))
+            raise ConversionError(
+                f"tensor {source.name}: an integer weight without a known packing: {self.config.path} has no quantization_config; "
+                f"supported: {packed.SUPPORTED}"
+            )
+        for projection, axes, _ in EXPERTS:
+            ids = {expert for expert, other, _ in sources if other == projection}
+            extra = sorted(ids - set(range(self.n_experts)))
+            if extra:
+                raise ConversionError(
+                    f"{where}, {projection}: expert {extra[0]} is too many: num_experts is {self.n_experts}, counted from 0"
+                )
+            for kind in wanted:
+                absent = [n for n in range(self.n_experts) if (n, projection, kind) not in sources]
+                if absent:
+                    more = f" (and {len(absent) - 1} more experts)" if len(absent) > 1 else ""
+                    lone = absent[0] in ids  # its other half is there
+                    what = f"{kind} of expert {absent[0]}" if lone else f"expert {absent[0]}"
+                    raise ConversionError(f"{where}, {projection}: {what} is missing{more}: num_experts is {self.n_experts}")
+            for expert in range(self.n_experts):
+                if wanted == ("weight",):
+                    self._check(sources[expert, projection, "weight"], axes)
+                else:
+                    rows, cols = (self.widths[axis].value for axis in axes)
+                    pair = (sources[expert, projection, kind] for kind in wanted)
+                    packed.check_pair(*pair, rows, cols)
+
+    def _plan_experts(self, layer: int, sources: dict[ExpertKey, Source], types: Types) -> list[PlannedTensor]:
+        return list(self._stacks(c.BLOCK.format(layer=layer), sources, types))
+
+    def _stacks(self, block: str, sources: dict[ExpertKey, Source], types: Types) -> Iterator[PlannedTensor]:
+        is_packed = (0, "w1", packed.PACKED) in sources
+        for projection, _, name in EXPERTS:
+            numbers = range(self.n_experts)
+            if is_packed:
+                pairs = [(sources[n, projection, packed.PACKED], sources[n, projection, packed.SCALE]) for n in numbers]
+                yield stack_packed(block, name, pairs)
+            else:
+                yield stack_plain(block, name, [sources[n, projection, "weight"] for n in numbers], types)
+
+
+_CONVERTERS: dict[str, type[Converter]] = {}
+_C = TypeVar("_C", bound=type[Converter])
+
+
+def register(*names: str) -> Callable[[_C], _C]:
+    """Class decorator: the class converts these Hugging Face architectures."""
+
+    def add(cls: _C) -> _C:
+        for name in names:
+            if name in _CONVERTERS:
+                raise ValueError(f"{name} is registered twice")
+            _CONVERTERS[name] = cls
+        return cls
+
+    return add
+
+
+def get_converter(name: str) -> type[Converter]:
+    """The class for a Hugging Face architecture.
+
+    Raises:
+        ConversionError: there is none; lists those there are.
+    """
+    if name not in _CONVERTERS:
+        raise ConversionError(f"architecture {name} is not supported; supported: {', '.join(supported_architectures())}")
+    return _CONVERTERS[name]
+
+
+def supported_architectures() -> list[str]:
+    return sorted(_CONVERTERS)

@@ -1,0 +1,166 @@
+"""Read the JSON files of a checkpoint, and take values from its configuration with a check on each.
+
+The raw JSON is all there is: no class of another library adds defaults. A field that changes mathematics is either in the
+file or an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ConversionError
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Width:
+    """A number that tensors' axes must equal, and where it comes from, for messages.
+
+    `at_least` allows a longer axis (K3 pads `A_log`).
+    """
+
+    value: int
+    source: str
+    at_least: bool = False
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConversionError: the file is missing, not JSON, not an object, or names a key twice.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_json(text, str(path))
+
+
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
+    """`read_json` for bytes in memory; `what` names them in messages."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConversionError(f"{what} holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"{key!r} occurs twice")
+            seen.add(key)
+    return found
+
+
+class Config:
+    """`config.json` with `text_config` merged over it. Fields are named with dots: `linear_attn_config.head_dim`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.raw = read_json(path)
+        text = self.raw.get("text_config", {})
+        if not isinstance(text, dict):
+            raise ConversionError(f"{path}: text_config is not an object")
+        self.values = {**self.raw, **text}
+
+    @property
+    def architecture(self) -> str:
+        """The outer `architectures` entry decides; K3's nested one names the older architecture."""
+        for where in (self.raw, self.values):
+            names = where.get("architectures")
+            if names is not None:
+                if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+                    return names[0]
+                raise ConversionError(f"{self.path}: architectures is {names!r}, expected a list of one name")
+        raise ConversionError(f"{self.path}: no architectures entry, so the kind of model is unknown")
+
+    def get(self, field: str) -> Any:
+        """The value, or None when the field is absent or null."""
+        value = self._find(field)
+        return None if value is _ABSENT else value
+
+    def integer(self, field: str, minimum: int = 1) -> int:
+        """A required whole number of at least `minimum`."""
+        value = self._required(field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.wrong(field, f"a whole number of at least {minimum}")
+        return value
+
+    def number(self, field: str) -> float:
+        """A required finite number."""
+        value = self._required(field)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.wrong(field, "a finite number")
+        return float(value)
+
+    def positive(self, field: str) -> float:
+        """A required finite number above 0."""
+        value = self.number(field)
+        if value <= 0:
+            raise self.wrong(field, "a number above 0")
+        return value
+
+    def boolean(self, field: str) -> bool:
+        """A required true or false."""
+        value = self._required(field)
+        if not isinstance(value, bool):
+            raise self.wrong(field, "true or false")
+        return value
+
+    def layer_list(self, field: str, n_layers: int) -> list[int]:
+        """A required list of layer numbers, counted from 1 in the file and from 0 in the result."""
+        value = self._required(field)
+        if not isinstance(value, list) or not all(
+            isinstance(item, int) and not isinstance(item, bool) and 1 <= item <= n_layers for item in value
+        ):
+            raise self.wrong(field, f"a list of layer numbers from 1 to {n_layers}")
+        if len(set(value)) != len(value):
+            raise self.wrong(field, "each layer once")
+        return [item - 1 for item in value]
+
+    def must_be(self, field: str, *allowed: Any, absent: bool = False) -> None:
+        """Refuse any value but `allowed`; `absent` says whether a missing or null field means the first of them."""
+        value = self.get(field)
+        if value is None and absent:
+            return
+        if value is None:
+            self._required(field)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+            raise self.wrong(field, " or ".join(json.dumps(one) for one in allowed) + ": nothing else is supported")
+
+    def must_be_absent(self, field: str, why: str) -> None:
+        """Refuse a field that is set (neither missing, null nor false)."""
+        value = self.get(field)
+        if value is not None and value is not False:
+            raise ConversionError(f"{self.path}: {field} is {json.dumps(value)}: {why}")
+
+    def wrong(self, field: str, expected: str) -> ConversionError:
+        value = self._find(field)
+        found = "missing" if value is _ABSENT else json.dumps(value)
+        return ConversionError(f"{self.path}: {field} is {found if len(found) < 200 else found[:200] + '…'}, expected {expected}")
+
+    def _required(self, field: str) -> Any:
+        value = self._find(field)
+        if value is _ABSENT:
+            raise ConversionError(f"{self.path}: {field} is missing")
+        return value
+
+    def _find(self, field: str) -> Any:
+        value: Any = self.values
+        for part in field.split("."):
+            if not isinstance(value, dict) or part not in value:
+                return _ABSENT
+            value = value[part]
+        return value

@@ -1,0 +1,103 @@
+"""Packed routed experts: which scheme a checkpoint uses, checks, and the repack of MXFP4.
+
+Scheme `mxfp4-pack-quantized` of compressed-tensors: per expert matrix `[rows, cols]`, `weight_packed` U8 `[rows, cols/2]` (element
+2b in the low nibble of byte b) and `weight_scale` U8 `[rows, cols/32]` (E8M0: 2^(byte-127), 255 is not a number).
+A GGUF MXFP4 block holds the same 32 elements: the scale byte, then byte j with element j low and element j+16 high. Only
+bits move; no value is decoded. (OCP Microscaling Formats v1.0; 255 is refused because decoders here would take it for a number.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .checkpoint import Source
+from .config import Config
+from .errors import ConversionError
+
+PACKED, SCALE = "weight_packed", "weight_scale"
+GROUP = 32  # elements that share a scale
+BLOCK_BYTES = 17
+SUPPORTED = "compressed-tensors mxfp4-pack-quantized (weight_packed with weight_scale, both U8, on routed experts)"
+
+_EXPECTED_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": GROUP, "symmetric": True}
+
+
+def check_scheme(config: Config) -> bool:
+    """Whether the configuration announces packed experts.
+
+    Raises:
+        ConversionError: it announces any other quantization.
+    """
+    scheme = config.get("quantization_config")
+    if scheme is None:
+        return False
+    if not isinstance(scheme, dict):
+        raise config.wrong("quantization_config", "an object")
+    for key, expected in (("quant_method", "compressed-tensors"), ("format", "mxfp4-pack-quantized")):
+        if scheme.get(key) != expected:
+            raise ConversionError(
+                f"{config.path}: quantization_config.{key} is {scheme.get(key)!r}, expected {expected!r}; supported: {SUPPORTED}"
+            )
+    groups = scheme.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ConversionError(f"{config.path}: quantization_config.config_groups is missing or empty")
+    for name, group in groups.items():
+        _check_group(config, f"quantization_config.config_groups.{name}", group)
+    return True
+
+
+def _check_group(config: Config, where: str, group: Any) -> None:
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        raise ConversionError(f"{config.path}: {where}.weights is missing")
+    for key, expected in _EXPECTED_WEIGHTS.items():
+        if group["weights"].get(key) != expected:
+            raise ConversionError(
+                f"{config.path}: {where}.weights.{key} is {group['weights'].get(key)!r}, expected {expected!r}; "
+                f"supported: {SUPPORTED}"
+            )
+    for key in ("input_activations", "output_activations"):
+        if group.get(key) is not None:
+            raise ConversionError(f"{config.path}: {where}.{key} is set; only weights may be quantized")
+
+
+def check_pair(packed: Source, scale: Source, rows: int, cols: int) -> None:
+    """Check dtypes and shapes of one packed matrix `[rows, cols]`.
+
+    Raises:
+        ConversionError: names the tensor, expected and found.
+    """
+    if cols % GROUP:
+        raise ConversionError(f"tensor {packed.name}: rows of {cols} values are not whole MXFP4 groups of {GROUP}")
+    for source, shape in ((packed, (rows, cols // 2)), (scale, (rows, cols // GROUP))):
+        if source.dtype != "U8":
+            raise ConversionError(f"tensor {source.name}: dtype {source.dtype}, expected U8")
+        if source.shape != shape:
+            raise ConversionError(f"tensor {source.name}: shape {list(source.shape)}, expected {list(shape)}")
+
+
+def repack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Reorder uint8 `[rows, cols/2]` and `[rows, cols/32]` to GGUF blocks, uint8 `[rows, cols/32 * 17]`."""
+    rows, n_groups = scale.shape
+    source = packed.reshape(rows, n_groups, GROUP // 2)
+    low, high = source[..., :8], source[..., 8:]  # elements 0..15 and 16..31
+    blocks = np.empty((rows, n_groups, BLOCK_BYTES), dtype=np.uint8)
+    blocks[..., 0] = scale
+    blocks[..., 1::2] = (low & 0x0F) | (high << 4)
+    blocks[..., 2::2] = (low >> 4) | (high & 0xF0)
+    return blocks.reshape(rows, n_groups * BLOCK_BYTES)
+
+
+def repack_expert(packed: Source, scale: Source, expert: int) -> np.ndarray:
+    """Read one expert matrix and reorder it.
+
+    Raises:
+        ConversionError: a scale byte is 255; names tensor, expert, row and block.
+    """
+    scales = scale.bytes_2d()
+    bad = np.argwhere(scales == 0xFF)
+    if len(bad):
+        row, block = bad[0]
+        raise ConversionError(f"tensor {scale.name}: expert {expert}, row {row}, block {block}: scale byte 255 is not a number")
+    return repack(packed.bytes_2d(), scales)

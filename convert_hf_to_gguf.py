@@ -1,0 +1,13 @@
+#!/usr/bin/env python3
+"""Convert a Hugging Face checkpoint of a Kimi model to a GGUF file; `--help` lists the arguments."""
+
+import sys
+from pathlib import Path
+
+# Works from a plain checkout: the two packages lie beside this script and need not be installed.
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent / "gguf-py")]
+
+from conversion import cli_main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(cli_main())

@@ -1,0 +1,7 @@
+"""The one exception of this package."""
+
+from __future__ import annotations
+
+
+class GGUFError(ValueError):
+    """A GGUF file, plan or value is wrong; the message names the thing, what was expected and what was found."""

@@ -1,0 +1,135 @@
+"""The `general.*` keys that describe a model, and the file name made from them: thin over `gguf.Metadata`.
+
+Sources, later ones win: the folder's name, `config.json` `_name_or_path`, the model card's front matter, sampling values of
+`generation_config.json`, a JSON file of overrides, an explicit name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import gguf
+import yaml
+
+from .constants import GGUFValueType
+from .errors import GGUFError
+from .writer import Plan, PlannedTensor
+
+GENERATION_CONFIG = "generation_config.json"
+MODEL_CARD = "README.md"
+
+_LISTS_OF_MODELS = ("general.base_models", "general.datasets")  # spread over several keys each
+
+
+class Metadata:
+    """What a folder and the arguments say about a model.
+
+    Raises:
+        GGUFError: one of the files is malformed, or an override names a key that cannot be set.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        architecture: str,
+        tensors: Iterable[PlannedTensor] = (),
+        overrides: Path | None = None,
+        model_name: str | None = None,
+    ) -> None:
+        folder = folder.resolve()  # its name matters, also when given as "."
+        given = _read_object(overrides) if overrides is not None else {}
+        counts = _parameter_counts(tensors)
+        try:
+            self.values = gguf.Metadata.load(overrides, folder, model_name, counts[0])
+        except yaml.YAMLError as error:
+            raise GGUFError(f"{folder / MODEL_CARD}: the front matter is not valid YAML: {error}") from None
+        except UnicodeDecodeError as error:
+            raise GGUFError(f"{folder / MODEL_CARD} is not UTF-8: {error.reason}") from None
+        self._add_repetition_penalty(folder, given)
+        if not self.values.name:
+            self.values.name = folder.name
+        if self.values.size_label is None and counts[0] > 0:
+            self.values.size_label = gguf.size_label(*counts)
+        self.fields = self._collect(architecture)
+        for key, value in given.items():
+            if key in _LISTS_OF_MODELS or (key == "general.name" and model_name is not None):
+                continue
+            if key not in self.fields or self.fields[key].value != value:
+                raise GGUFError(f"{overrides}: {key!r} is not a key that can be set")
+
+    def add_fields(self, plan: Plan) -> None:
+        """Add the keys in file order, `general.architecture` and `general.type` first."""
+        for key, field in self.fields.items():
+            element = GGUFValueType.STRING if field.type == GGUFValueType.ARRAY else None
+            plan.add_field(key, field.value, field.type, element)
+
+    def file_name(self, file_type: str | None) -> str:
+        """`NAME-SIZE-FINETUNE-VERSION-TYPE.gguf`; without a file type the name of a vocabulary."""
+        values = self.values
+        vocabulary = file_type is None
+        name = gguf.naming_convention(
+            values.name,
+            values.basename,
+            values.finetune,
+            values.version,
+            None if vocabulary else values.size_label,
+            file_type,
+            "vocab" if vocabulary else None,
+        )
+        return f"{name}.gguf"
+
+    def _add_repetition_penalty(self, folder: Path, given: dict[str, Any]) -> None:
+        path = folder / GENERATION_CONFIG
+        generation = _read_object(path) if path.is_file() else {}
+        if self.values.sampling_penalty_repeat is None:
+            self.values.sampling_penalty_repeat = generation.get("repetition_penalty")
+
+    def _collect(self, architecture: str) -> dict[str, Any]:
+        # The library writes metadata only through its own writer; without a path that is a dict of what it would write.
+        writer = gguf.GGUFWriter(None, architecture)
+        writer.add_type(gguf.GGUFType.MODEL)
+        self.values.set_gguf_meta_model(writer)
+        return writer.kv_data[0]
+
+
+def fill_template(name: str, file_type: str) -> str:
+    """A file name with `{ftype}`, `{outtype}` (lower case), `{FTYPE}`, `{OUTTYPE}` or `{}` replaced.
+
+    Raises:
+        GGUFError: any other text in braces, or a lone brace.
+    """
+    try:
+        return gguf.fill_templated_filename(name, file_type)
+    except (ValueError, KeyError, IndexError, AttributeError):
+        known = "{ftype}, {outtype}, {FTYPE}, {OUTTYPE} and {}"
+        raise GGUFError(f"output name {name!r}: braces may only hold one of {known}") from None
+
+
+def _parameter_counts(tensors: Iterable[PlannedTensor]) -> tuple[int, int, int, int]:
+    """All parameters, those every token meets, those of one expert in every layer, and the number of experts."""
+    total = shared = expert = n_experts = 0
+    for tensor in tensors:
+        n = prod(tensor.ne)
+        total += n
+        if "_exps." in tensor.name:
+            n_experts = tensor.ne[2]
+            expert += n // n_experts
+        else:
+            shared += n
+    return total, shared, expert, n_experts
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise GGUFError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise GGUFError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise GGUFError(f"{path} holds a JSON {type(value).__name__}, expected an object")
+    return value
