@@ -127,7 +127,7 @@ class Llama:
                 f"tokenizer.ggml.tokens has {self.tokenizer.n_vocab} entries, the model {self.n_vocab} outputs"
             )
 
-    # -- text ----------------------------------------------------------------------------------------------------------
+    # -- text -----------------------------------------------------------------------------------------------
 
     @overload
     def generate(
@@ -232,7 +232,7 @@ class Llama:
         """Text of token ids; control tokens are left out unless `special` is set (see `Tokenizer.decode`)."""
         return self.tokenizer.decode(tokens, special)
 
-    # -- tokens --------------------------------------------------------------------------------------------------------
+    # -- tokens ---------------------------------------------------------------------------------------------
 
     def sync(self, tokens: Sequence[int], progress: Progress | None = None) -> SyncResult:
         """Makes the timeline equal to `tokens`, reusing what is valid; logits of the last are then available."""
@@ -317,7 +317,7 @@ class Llama:
             call(lib.delta_model_stats(self._handles.model, stats))
             return struct_values(stats)
 
-    # -- state ---------------------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Empties the timeline."""
@@ -369,7 +369,7 @@ class Llama:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Llama cannot be pickled or copied: it owns native memory; open the file again instead")
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside ---------------------------------------------------------------------------------------------
 
     def _chat_format(self) -> Any:
         return get_format(self.architecture)

@@ -1,0 +1,237 @@
+"""The console command: `deltallama convert | run | info | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from . import bench, build_info, default_options
+from .errors import DeltaError
+from .handles import devices, plan
+from .model import Llama
+from .results import Completion, Reply
+
+OK, FAILED, INTERRUPTED = 0, 1, 130  # argparse itself exits with 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status: 0, 1 after an error, 2 for wrong usage, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["convert"]:  # has a parser of its own, shared with convert_hf_to_gguf.py
+            from conversion import cli_main
+
+            return int(cli_main(arguments[1:]))
+        options = _parser().parse_args(arguments)
+        command: Callable[[argparse.Namespace], None] = options.command
+        command(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; nothing is left to say, and the interpreter must not try again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (DeltaError, OSError) as error:
+        print(f"deltallama: error: {error}", file=sys.stderr)
+        return FAILED
+    return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="deltallama", description="Convert and run Kimi-Linear and Kimi-K3 models.")
+    parser.add_argument("--version", action="version", version=build_info())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("convert", help="convert a Hugging Face checkpoint to GGUF (see: deltallama convert --help)")
+
+    run = commands.add_parser(
+        "run", help="answer a prompt", description="Answer a prompt in the chat format of the model."
+    )
+    run.add_argument("model", metavar="MODEL", help="GGUF file (of a split file, the first part)")
+    run.add_argument("prompt", metavar="PROMPT", nargs="?", default="-", help="text; - or nothing reads standard input")
+    run.add_argument("--raw", action="store_true", help="continue the prompt as plain text instead")
+    run.add_argument("--system", metavar="TEXT", help="system message before the prompt")
+    run.add_argument("--no-thinking", dest="thinking", action="store_false", help="answer without reasoning first")
+    run.add_argument("--effort", default="max", help="how much to think: low, high, max (default: %(default)s)")
+    run.add_argument("--hide-reasoning", action="store_true", help="show the answer only")
+    run.add_argument("--stats", action="store_true", help="print token counts and speed to standard error")
+    _add_sampling_options(run)
+    _add_model_options(run)
+    run.set_defaults(command=_run)
+
+    info = commands.add_parser("info", help="describe a model file and the memory it needs; allocates nothing")
+    info.add_argument("model", metavar="MODEL")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    _add_model_options(info)
+    info.set_defaults(command=_info)
+
+    measure = commands.add_parser("bench", help="measure prompt and generation speed")
+    measure.add_argument("model", metavar="MODEL")
+    measure.add_argument("-p", "--n-prompt", type=int, default=256, help="tokens of the prompt (default: %(default)s)")
+    measure.add_argument("-n", "--n-gen", type=int, default=64, help="tokens generated (default: %(default)s)")
+    measure.add_argument("-r", "--repetitions", type=int, default=3, help="runs of each (default: %(default)s)")
+    measure.add_argument("--json", action="store_true", help="print JSON")
+    _add_model_options(measure)
+    measure.set_defaults(command=_bench)
+    return parser
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("-n", "--max-tokens", type=int, metavar="N", help="default: until the model ends its turn")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument("-s", "--seed", type=int, metavar="N", help="default: a new one")
+    for name, default in default_options().items():
+        flags = [f"--{name.replace('_', '-')}"] + (["--temp"] if name == "temperature" else [])
+        shown = f"default: {default:.6g}"
+        group.add_argument(*flags, dest=name, type=type(default), default=default, metavar="X", help=shown)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("-c", "--n-ctx", type=int, default=0, metavar="N", help="positions; 0: at most 4096")
+    group.add_argument("-t", "--n-threads", type=int, default=0, metavar="N", help="0: physical cores")
+    group.add_argument("-b", "--n-batch", type=int, default=0, metavar="N", help="prompt rows per step; 0: 512")
+    group.add_argument("--activations", default="fine", help="exact, fine or fast (default: %(default)s)")
+    group.add_argument("--cache-type", default="f16", help="f32, f16 or bf16 (default: %(default)s)")
+    group.add_argument("--device", default="cpu", help="cpu or ref (default: %(default)s)")
+
+
+def _model_options(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("n_ctx", "n_threads", "n_batch", "activations", "cache_type", "device")
+    return {name: getattr(options, name) for name in names}
+
+
+# -- run -------------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> None:
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    sampling = {name: getattr(options, name) for name in default_options()}
+    sampling.update(seed=options.seed, stop=options.stop, max_tokens=options.max_tokens)
+    with Llama(options.model, **_model_options(options)) as llm:
+        before = llm.stats["compute_ns"]
+        result: Completion | Reply
+        if options.raw:
+            text = llm.generate(prompt, stream=True, **sampling)
+            for piece in text:
+                _show(piece)
+            result = text.result
+        else:
+            messages = [{"role": "system", "content": options.system}] if options.system else []
+            messages.append({"role": "user", "content": prompt})
+            reply = llm.chat(
+                messages, thinking=options.thinking, thinking_effort=options.effort, stream=True, **sampling
+            )
+            with _dim() as dim:
+                for delta in reply:
+                    dim(bool(delta.reasoning))
+                    if not (options.hide_reasoning and delta.reasoning):
+                        _show(delta.reasoning or delta.content)
+            result = reply.result
+            for call in result.tool_calls:
+                _show(f"\n[call {call['function']['name']} {call['function']['arguments']}]")
+        _show("\n")
+        if result.finish_reason == "length":
+            print("(cut: no tokens left)", file=sys.stderr)
+        if options.stats:
+            usage, seconds = result.usage, (llm.stats["compute_ns"] - before) / 1e9
+            speed = (usage.total_tokens - usage.cached_tokens) / seconds if seconds else 0.0
+            counts = f"{usage.prompt_tokens} prompt + {usage.completion_tokens} generated tokens"
+            print(f"{counts}, {seconds:.2f} s, {speed:.1f} tokens/s, seed {result.seed}", file=sys.stderr)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def _dim() -> Iterator[Callable[[bool], None]]:
+    """A switch between dim and normal text; on a terminal by its escape codes, elsewhere by a line break."""
+    terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    state = False
+
+    def switch(on: bool) -> None:
+        nonlocal state
+        if on != state:
+            state = on
+            _show(("\x1b[2m" if on else "\x1b[0m\n\n") if terminal else ("" if on else "\n\n"))
+
+    try:
+        yield switch
+    finally:
+        if terminal and state:
+            _show("\x1b[0m")
+
+
+# -- info ------------------------------------------------------------------------------------------------------------
+
+
+def _info(options: argparse.Namespace) -> None:
+    info, memory = plan(options.model, **_model_options(options))
+    device = next((d for d in devices() if d["kind"] == options.device), {})
+    if options.json:
+        print(json.dumps({"info": info, "memory": memory, "device": device, "build": build_info()}, indent=2))
+        return
+    experts = f"{info['n_expert']}, {info['n_expert_used']} used per token" if info["n_expert"] else "none"
+    print(f"architecture     {info['architecture']}")
+    print(f"layers           {info['n_layer']} ({info['n_layer_kda']} KDA, {info['n_layer_mla']} MLA)")
+    print(f"width            {info['n_embd']}, {info['n_head']} heads")
+    print(f"experts          {experts}")
+    print(f"vocabulary       {info['n_vocab']}")
+    print(f"parameters       {_count(info['n_params'])}, {_count(info['n_params_active'])} active per token")
+    print(f"weights          {_size(info['weight_bytes'])}, {_size(info['weight_bytes_active'])} read per token")
+    print(f"context          {info['n_ctx']} of {info['n_ctx_train']} positions, batch {info['n_batch']}")
+    print("memory plan")
+    print(f"  file, mapped   {_size(memory['weights_mapped'])}")
+    for name in ("weights_private", "state", "checkpoints", "arena", "workspace", "logits"):
+        print(f"  {name.replace('_', ', '):<15}{_size(memory[name])}")
+    print(f"  allocated      {_size(memory['total_private'])}")
+    print(f"device           {options.device}: {device.get('name', 'unknown')} ({device.get('isa', 'unknown')})")
+    print(f"threads          {info['n_threads']}")
+    print(f"library          {build_info()}")
+
+
+def _size(n_bytes: int) -> str:
+    value, unit = float(n_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{n_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def _count(n: int) -> str:
+    for scale, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if n >= scale:
+            return f"{n / scale:.2f} {unit}"
+    return str(n)
+
+
+# -- bench -----------------------------------------------------------------------------------------------------------
+
+
+def _bench(options: argparse.Namespace) -> None:
+    with Llama(options.model, **_model_options(options)) as llm:
+        result = bench.measure(llm, options.n_prompt, options.n_gen, options.repetitions)
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return
+    print(f"model            {result['architecture']}, {_size(result['weight_bytes'])}, {result['activations']}")
+    print(f"threads          {result['n_threads']}")
+    for name in ("prompt", "generation"):
+        part = result[name]
+        if part is not None:
+            speed = f"{part['tokens_per_second']:.2f} tokens/s (slowest {part['slowest']:.2f})"
+            print(f"{name:<16} {part['n_tokens']} tokens, {speed}")
+    print(f"bytes per token  {_size(result['bytes_per_token'])}")
+    if result["generation"] is not None:
+        print(f"memory read      {result['generation']['gigabytes_per_second']:.2f} GB/s while generating")
+    print(f"                 {result['read_gigabytes_per_second']:.2f} GB/s by a plain read of memory in this run")
