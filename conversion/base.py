@@ -1,7 +1,8 @@
 """The converter that the model files fill in: check the configuration, match every tensor, plan the file.
 
-A model class gives a table of rows (tensor, the config width of each axis, fold), the widths the rows speak of, and its keys.
-Everything here is the same for all models. Of a shard only the header is read until the whole file is planned.
+A model class gives a table of rows (tensor, the config width of each axis, fold), the widths the rows speak of, and its
+keys. Everything here is the same for all models. Until the whole file is planned, nothing is read but headers and a few
+bytes per layer (`A_log`, so that a wrong one is found before hours of writing).
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ OUTTYPES = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.(weight|weight_packed|weight_scale)")
-_SCALE_NAME = re.compile(r".*(scale|scale_inv|zero_point|_packed|weight_shape|qzeros|qweight|g_idx)", re.DOTALL)
+_EXPERT = re.compile(
+    r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.(weight|weight_packed|weight_scale)"
+)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_QUANTIZED = re.compile(
+    r".*(_scale|\.scales?|_scale_inv|_zero_point|_packed|_shape|\.qzeros|\.qweight|\.g_idx)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
 class Row:
     """A tensor of the checkpoint: the width of each axis by name (slowest first) and what becomes of it.
 
-    `hf` is the name within its layer, or within the model. Rows with equal folds feed the same output. `also` gives other
-    shapes under which the same bytes are stored.
+    `hf` is the name within its layer, or within the model. Rows with equal folds feed the same output. `also` gives
+    other shapes under which the same bytes are stored.
     """
 
     hf: str
@@ -71,6 +77,9 @@ class Converter:
     prefix: ClassVar[str] = ""  # of the text model's tensor names; may be missing in a checkpoint
     ignored: ClassVar[tuple[str, ...]] = ()  # beginnings of names that are no part of the text model
     chat_template: ClassVar[str | None] = None  # for checkpoints that ship none
+    deciding_fields: ClassVar[
+        dict[str, str]
+    ] = {}  # part of a tensor's name -> config field that says whether it exists
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -79,7 +88,7 @@ class Converter:
         self.widths: dict[str, Width] = {ONE: Width(1, "always")}
         self.read_config()
 
-    # --- what a model class provides ------------------------------------------------------------------------------------
+    # --- what a model class provides ----------------------------------------------------------------------------------
     n_experts: int
 
     def read_config(self) -> None:
@@ -101,7 +110,7 @@ class Converter:
         """Add the architecture's keys in file order, `general.file_type` in its place among them."""
         raise NotImplementedError
 
-    # --- for model classes ----------------------------------------------------------------------------------------------
+    # --- for model classes --------------------------------------------------------------------------------------------
     def width(self, name: str, value: int, source: str, at_least: bool = False) -> int:
         """Define a width that table rows may name."""
         self.widths[name] = Width(value, source, at_least)
@@ -119,7 +128,7 @@ class Converter:
 
         return add
 
-    # --- the plan -------------------------------------------------------------------------------------------------------
+    # --- the plan -----------------------------------------------------------------------------------------------------
     def auto_outtype(self, checkpoint: Checkpoint) -> str:
         """The type of the checkpoint's first float matrix if that is 16 bits wide, else f16."""
         for source in self._text_tensors(checkpoint).values():
@@ -130,8 +139,8 @@ class Converter:
     def plan_tensors(self, checkpoint: Checkpoint, types: Types) -> list[PlannedTensor]:
         """Match every tensor of the checkpoint, check closure, shapes and dtypes, and plan the outputs in file order.
 
-        The order is that of existing files: packed experts by layer; then by shard and name of the source, an output with
-        several sources where the last of them is, plain experts where the layer's last one is.
+        The order is that of existing files: packed experts by layer; then by shard and name of the source, an output
+        with several sources where the last of them is, plain experts where the layer's last one is.
 
         Raises:
             ConversionError: tensors are missing, unexpected or unpaired, or have a wrong shape or dtype.
@@ -194,32 +203,43 @@ class Converter:
         return groups, experts
 
     def _closure_error(
-        self, missing: list[str], unexpected: list[Source], rows: dict[str, tuple[int | None, Row]], text: dict[str, Source]
+        self,
+        missing: list[str],
+        unexpected: list[Source],
+        rows: dict[str, tuple[int | None, Row]],
+        text: dict[str, Source],
     ) -> ConversionError:
-        problems = []
-        quantized = [source.name for source in unexpected if _SCALE_NAME.fullmatch(source.name)]
+        what = f"{self.config.architecture} with {self.n_layers} layers"
+        names = {source.name for source in unexpected}
+        beyond = {name for name in names if (match := _LAYER.search(name)) and int(match[1]) >= self.n_layers}
+        quantized = {name for name in names - beyond if _QUANTIZED.fullmatch(name)}
+        unpaired = {name: partner for name in missing if (partner := self._partner(name, rows, text))}
+        lone = {self.prefix + name for name in missing if name not in unpaired}
+        others = names - beyond - quantized
+        fields = {field for name in lone | others for part, field in self.deciding_fields.items() if part in name}
+        problems = [f"{field} is {self.config.shown(field)}" for field in sorted(fields)]
+        problems += [f"{partner.name} has no {self.prefix}{name} beside it" for name, partner in unpaired.items()]
+        if beyond:
+            problems.append(f"num_hidden_layers is {self.n_layers}, but there are later layers: {listed(beyond)}")
         if quantized:
-            problems.append(f"quantized tensors where none are known: {listed(quantized)}; supported: {packed.SUPPORTED}")
-        for name in missing:
-            layer, row = rows[name]
-            partners = [
-                other
-                for other, (other_layer, other_row) in rows.items()
-                if other in text and other_layer == layer and other_row.fold == row.fold
-            ]
-            if partners:
-                problems.append(f"{text[partners[0]].name} has no {self.prefix}{name} beside it")
-        plain = [self.prefix + name for name in missing]
-        if plain:
-            problems.append(f"missing: {listed(plain)}")
-        others = {source.name for source in unexpected} - set(quantized)
+            problems.append(f"quantized where nothing may be: {listed(quantized)}; supported: {packed.SUPPORTED}")
+        if lone:
+            problems.append(f"missing: {listed(lone)}")
         if others:
             problems.append(f"unexpected: {listed(others)}")
-        what = f"{self.config.architecture} with {self.n_layers} layers"
         return ConversionError(f"the tensors are not those of {what}: " + "; ".join(problems))
 
+    @staticmethod
+    def _partner(name: str, rows: dict[str, tuple[int | None, Row]], text: dict[str, Source]) -> Source | None:
+        """A tensor that is there and feeds the same output as the missing one."""
+        layer, row = rows[name]
+        for other, (other_layer, other_row) in rows.items():
+            if other in text and other_layer == layer and other_row.fold == row.fold:
+                return text[other]
+        return None
+
     def _check(self, source: Source, *shapes: tuple[str, ...]) -> None:
-        """Check dtype and shape; `shapes` are alternatives, each an axis -> width list, and messages speak of the first."""
+        """Check dtype and shape; `shapes` are alternatives, each a list of width names."""
         if source.dtype not in FLOAT_DTYPES:
             what = "an integer weight without a known packing" if source.dtype[0] in "UIB" else "not read"
             raise ConversionError(
@@ -233,9 +253,10 @@ class Converter:
                 for length, width in zip(source.shape, widths, strict=True)
             ):
                 return
-        raise ConversionError(f"tensor {source.name}: " + self._shape_problem(source.shape, shapes[0]))
+        raise ConversionError(f"tensor {source.name}: " + self._shape_problem(source.shape, shapes))
 
-    def _shape_problem(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:
+    def _shape_problem(self, shape: tuple[int, ...], shapes: tuple[tuple[str, ...], ...]) -> str:
+        axes = next((axes for axes in shapes if len(axes) == len(shape)), shapes[0])
         widths = [self.widths[axis] for axis in axes]
         if len(shape) != len(widths):
             expected = ", ".join(str(width.value) for width in widths)
@@ -246,7 +267,7 @@ class Converter:
                 return f"axis {axis} is {length}, expected {least}{width.value} ({width.source}); shape {list(shape)}"
         raise AssertionError("called for a shape that fits")
 
-    # --- routed experts -------------------------------------------------------------------------------------------------
+    # --- routed experts -----------------------------------------------------------------------------------------------
     def _check_experts(self, layer: int, sources: dict[ExpertKey, Source]) -> None:
         where = f"layer {layer}"
         kinds = {kind for _, _, kind in sources}
@@ -258,15 +279,16 @@ class Converter:
         if packed.PACKED in wanted and not self.announces_packed:
             source = next(iter(sources.values()))
             raise ConversionError(
-                f"tensor {source.name}: an integer weight without a known packing: {self.config.path} has no quantization_config; "
-                f"supported: {packed.SUPPORTED}"
+                f"tensor {source.name}: an integer weight without a known packing: {self.config.path} has no "
+                f"quantization_config; supported: {packed.SUPPORTED}"
             )
         for projection, axes, _ in EXPERTS:
             ids = {expert for expert, other, _ in sources if other == projection}
             extra = sorted(ids - set(range(self.n_experts)))
             if extra:
                 raise ConversionError(
-                    f"{where}, {projection}: expert {extra[0]} is too many: num_experts is {self.n_experts}, counted from 0"
+                    f"{where}, {projection}: expert {extra[0]} is too many: num_experts is {self.n_experts}, "
+                    "counted from 0"
                 )
             for kind in wanted:
                 absent = [n for n in range(self.n_experts) if (n, projection, kind) not in sources]
@@ -274,14 +296,16 @@ class Converter:
                     more = f" (and {len(absent) - 1} more experts)" if len(absent) > 1 else ""
                     lone = absent[0] in ids  # its other half is there
                     what = f"{kind} of expert {absent[0]}" if lone else f"expert {absent[0]}"
-                    raise ConversionError(f"{where}, {projection}: {what} is missing{more}: num_experts is {self.n_experts}")
+                    raise ConversionError(
+                        f"{where}, {projection}: {what} is missing{more}: num_experts is {self.n_experts}"
+                    )
             for expert in range(self.n_experts):
                 if wanted == ("weight",):
                     self._check(sources[expert, projection, "weight"], axes)
                 else:
-                    rows, cols = (self.widths[axis].value for axis in axes)
-                    pair = (sources[expert, projection, kind] for kind in wanted)
-                    packed.check_pair(*pair, rows, cols)
+                    weight = sources[expert, projection, packed.PACKED]
+                    scale = sources[expert, projection, packed.SCALE]
+                    packed.check_pair(weight, scale, self.widths[axes[0]].value, self.widths[axes[1]].value)
 
     def _plan_experts(self, layer: int, sources: dict[ExpertKey, Source], types: Types) -> list[PlannedTensor]:
         return list(self._stacks(c.BLOCK.format(layer=layer), sources, types))
@@ -321,7 +345,9 @@ def get_converter(name: str) -> type[Converter]:
         ConversionError: there is none; lists those there are.
     """
     if name not in _CONVERTERS:
-        raise ConversionError(f"architecture {name} is not supported; supported: {', '.join(supported_architectures())}")
+        raise ConversionError(
+            f"architecture {name} is not supported; supported: {', '.join(supported_architectures())}"
+        )
     return _CONVERTERS[name]
 
 

@@ -1,7 +1,7 @@
 """The safetensors shards of a checkpoint as one index of tensors, nothing loaded.
 
-Headers are read and checked here; payloads are read by range with `pread`, never mapped, so memory holds what a caller asks
-for and a file that shrinks meanwhile is an error, not a crash.
+Headers are read and checked here; payloads are read by range with `pread`, never mapped, so memory holds what a caller
+asks for and a file that shrinks meanwhile is an error, not a crash.
 
 Format of a shard: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, then the tensors without gaps.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -59,7 +59,9 @@ class Shard:
             try:
                 n = os.preadv(self.handle, [view[done:]], offset + done)
             except OSError as error:
-                raise ConversionError(f"{self.path}: reading failed at byte {offset + done}: {error.strerror}") from None
+                raise ConversionError(
+                    f"{self.path}: reading failed at byte {offset + done}: {error.strerror}"
+                ) from None
             if n == 0:
                 raise ConversionError(f"{self.path}: ends at byte {offset + done}, expected {offset + n_bytes} or more")
             done += n
@@ -72,7 +74,8 @@ class Shard:
 
 
 class Source:
-    """A tensor in a shard: `shape` as stored (slowest dimension first), `offset` in bytes from the start of the file."""
+    """A tensor in a shard: `shape` as stored (slowest dimension first), `offset` in bytes from the start of the
+    file."""
 
     __slots__ = ("dtype", "name", "offset", "shape", "shard")
 
@@ -102,12 +105,15 @@ class Source:
 
 
 class Checkpoint:
-    """All tensors of a model folder: `tensors` maps a name to its `Source`, in the order of file name, then of tensor name.
+    """All tensors of a model folder: `tensors` maps a name to its `Source`, in the order of file name, then of tensor
+    name.
 
-    The shards are those of `model.safetensors.index.json`; without one, `model.safetensors` or one complete numbered set.
+    The shards are those of `model.safetensors.index.json`; without one, `model.safetensors` or one complete numbered
+    set.
 
     Raises:
-        ConversionError: a shard is missing, unlisted, truncated or malformed; index and shards disagree; a tensor occurs twice.
+        ConversionError: a shard is missing, unlisted, truncated or malformed; index and shards disagree; a tensor
+            occurs twice.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -186,10 +192,14 @@ def _shards_without_index(folder: Path) -> list[str]:
             sets.setdefault((match["stem"], match["count"]), {})[int(match["number"])] = name
     if SINGLE_NAME in names:
         if sets:
-            raise ConversionError(f"{folder}: {SINGLE_NAME} and numbered shards, and no {INDEX_NAME} that says which to use")
+            raise ConversionError(
+                f"{folder}: {SINGLE_NAME} and numbered shards, and no {INDEX_NAME} that says which to use"
+            )
         return [SINGLE_NAME]
     if not sets:
-        raise ConversionError(f"{folder}: no {INDEX_NAME}, no {SINGLE_NAME} and no numbered shards; safetensors files are needed")
+        raise ConversionError(
+            f"{folder}: no {INDEX_NAME}, no {SINGLE_NAME} and no numbered shards; safetensors files are needed"
+        )
     if len(sets) > 1:
         kinds = listed(f"{stem}-…-of-{count}" for stem, count in sets)
         raise ConversionError(f"{folder}: several sets of shards ({kinds}), and no {INDEX_NAME} that says which to use")
@@ -209,7 +219,9 @@ def _read_header(shard: Shard) -> list[Source]:
         raise ConversionError(f"{path}: {size} bytes, too short for a safetensors file")
     length = int.from_bytes(shard.read(0, 8), "little")
     if length > min(_MAX_HEADER, size - 8):
-        raise ConversionError(f"{path}: header of {length} bytes announced, but the file has {size} and {_MAX_HEADER} is the limit")
+        raise ConversionError(
+            f"{path}: header of {length} bytes announced, but the file has {size} and {_MAX_HEADER} is the limit"
+        )
     header = parse_json(bytes(shard.read(8, length)), f"header of {path}")
     header.pop("__metadata__", None)
     start = 8 + length
@@ -243,9 +255,11 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[int, int, str, str,
     begin, end = offsets
     expected = prod(shape) * _DTYPE_BYTES[dtype]
     if end - begin != expected:
-        raise ConversionError(f"{path}: tensor {name}: {dtype} {shape} takes {expected} bytes, but {end - begin} are announced")
+        raise ConversionError(
+            f"{path}: tensor {name}: {dtype} {shape} takes {expected} bytes, but {end - begin} are announced"
+        )
     return begin, end, name, dtype, tuple(shape)
 
 
-def _naturals(value: Any) -> bool:
+def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)

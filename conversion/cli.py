@@ -23,7 +23,9 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog=prog, description="Convert a Hugging Face checkpoint of a Kimi model to a GGUF file.", allow_abbrev=False
     )
-    p.add_argument("model", metavar="MODEL_DIR", nargs="?", type=Path, help="folder with config.json and safetensors shards")
+    p.add_argument(
+        "model", metavar="MODEL_DIR", nargs="?", type=Path, help="folder with config.json and safetensors shards"
+    )
     p.add_argument(
         "--outfile",
         type=Path,
@@ -37,10 +39,14 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="type of the matrices; auto keeps the checkpoint's 16-bit type; packed experts stay MXFP4 (default: auto)",
     )
     p.add_argument("--force", action="store_true", help="replace an existing output")
-    p.add_argument("--dry-run", action="store_true", help="check and plan everything, print the output's name, write nothing")
+    p.add_argument(
+        "--dry-run", action="store_true", help="check and plan everything, print the output's name, write nothing"
+    )
     p.add_argument("--vocab-only", action="store_true", help="write keys and vocabulary without tensors")
     p.add_argument("--model-name", metavar="NAME", help="general.name (default: from the model card or the folder)")
-    p.add_argument("--metadata", metavar="FILE", type=Path, help="JSON file of general.* keys that override what is found")
+    p.add_argument(
+        "--metadata", metavar="FILE", type=Path, help="JSON file of general.* keys that override what is found"
+    )
     p.add_argument("--print-supported-models", action="store_true", help="list the supported architectures and exit")
     p.add_argument("--verbose", action="store_true", help="print a line per tensor")
     return p
@@ -120,7 +126,8 @@ class _Progress:
         self.drawn = now
         rate = done / max(now - self.start, 1e-9)
         left = (total - done) / max(rate, 1.0)
-        text = f"{100 * done / total:3.0f} %  {done / 1e9:.2f} of {total / 1e9:.2f} GB  {rate / 1e6:.0f} MB/s  {left:.0f} s left  {name}"
+        share = f"{100 * done / total:3.0f} %  {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+        text = f"{share}  {rate / 1e6:.0f} MB/s  {left:.0f} s left  {name}"
         sys.stderr.write(f"\r{text:{self.width}}")
         sys.stderr.flush()
         self.width = len(text)

@@ -1,7 +1,7 @@
 """Read the JSON files of a checkpoint, and take values from its configuration with a check on each.
 
-The raw JSON is all there is: no class of another library adds defaults. A field that changes mathematics is either in the
-file or an error.
+The raw JSON is all there is: no class of another library adds defaults. A field that changes mathematics is either in
+the file or an error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from .errors import ConversionError
 
 _ABSENT = object()
+_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,15 @@ class Config:
         if value is not None and value is not False:
             raise ConversionError(f"{self.path}: {field} is {json.dumps(value)}: {why}")
 
-    def wrong(self, field: str, expected: str) -> ConversionError:
+    def shown(self, field: str) -> str:
+        """A field's value for a message."""
         value = self._find(field)
-        found = "missing" if value is _ABSENT else json.dumps(value)
-        return ConversionError(f"{self.path}: {field} is {found if len(found) < 200 else found[:200] + '…'}, expected {expected}")
+        text = "missing" if value is _ABSENT else json.dumps(value)
+        return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+
+    def wrong(self, field: str, expected: str) -> ConversionError:
+        """The error to raise for a field whose value is not what it must be."""
+        return ConversionError(f"{self.path}: {field} is {self.shown(field)}, expected {expected}")
 
     def _required(self, field: str) -> Any:
         value = self._find(field)

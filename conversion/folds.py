@@ -1,7 +1,7 @@
 """From the tensors of a checkpoint to the tensors of a file: one class per transformation.
 
-A fold gets its sources by name and plans one or more output tensors. Nothing is read while planning; each output carries a
-producer that reads, transforms and yields one slab of rows or one expert at a time.
+A fold gets its sources by name and plans one or more output tensors. Each output carries a producer that reads,
+transforms and yields one slab of rows or one expert at a time; nothing but `A_log` is read while planning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
 from gguf_ext import GGUFError, PlannedTensor
 from gguf_ext import constants as c
 from gguf_ext.constants import GGMLQuantizationType
@@ -35,13 +36,16 @@ class Types:
         self.warnings: list[str] = []
 
     def of(self, prefix: str, name: str, ne: tuple[int, ...]) -> GGMLQuantizationType:
-        """Vectors, norms, biases, the router and the convolutions stay F32; the rest gets the type asked for, or F16 where
+        """Vectors, norms, biases, the router and the convolutions stay F32; the rest gets the type asked for, or F16
+        where
         rows are not whole blocks of it."""
         if len(ne) == 1 or name in c.ALWAYS_F32 or name.endswith("_norm.weight") or not name.endswith(".weight"):
             return GGMLQuantizationType.F32
         if can_quantize(self.wanted, ne[0]):
             return self.wanted
-        self.warnings.append(f"{prefix}{name}: rows of {ne[0]} values are not whole {self.wanted.name} blocks; written as F16")
+        self.warnings.append(
+            f"{prefix}{name}: rows of {ne[0]} values are not whole {self.wanted.name} blocks; written as F16"
+        )
         return GGMLQuantizationType.F16
 
 
@@ -55,7 +59,8 @@ class Fold(Protocol):
 
 @dataclass(frozen=True)
 class Copy:
-    """The same values in the same order. `conv` adds the dimensions a convolution has in files: ne {taps, 1, channels, 1}."""
+    """The same values in the same order. `conv` adds the dimensions a convolution has in files: ne {taps, 1, channels,
+    1}."""
 
     name: str
     conv: bool = False
@@ -88,7 +93,8 @@ class Product:
 
 @dataclass(frozen=True)
 class NegativeExp:
-    """`-exp(A_log)` over the real heads, float64 rounded to float32. A longer A_log is padding and must be zero beyond them."""
+    """`-exp(A_log)` over the real heads, float64 rounded to float32. A longer A_log is padding and must be zero beyond
+    them."""
 
     name: str
     n_heads: int
@@ -96,27 +102,25 @@ class NegativeExp:
 
     def plan(self, prefix: str, sources: Sources, types: Types) -> list[PlannedTensor]:
         (source,) = sources.values()
-
-        def produce() -> Iterator[np.ndarray]:
-            values = source.floats().astype(np.float64)
-            tail = np.flatnonzero(values[self.n_heads :])
-            if len(tail):
-                at = self.n_heads + tail[0]
-                raise ConversionError(
-                    f"tensor {source.name}: element {at} is {values[at]:g}, expected 0: the model has {self.n_heads} heads and "
-                    "what follows must be padding"
-                )
-            with np.errstate(over="ignore"):
-                result = -np.exp(values[: self.n_heads])
-                yield quantize_rows(result.astype(np.float32)[None], type_, f"-exp of {source.name}")
-
         type_ = types.of(prefix, self.name, self.ne)
-        return [PlannedTensor(prefix + self.name, self.ne, type_, produce)]
+        values = source.floats().astype(np.float64)
+        tail = np.flatnonzero(values[self.n_heads :])
+        if len(tail):
+            at = self.n_heads + tail[0]
+            raise ConversionError(
+                f"tensor {source.name}: element {at} is {values[at]:g}, expected 0: the model has {self.n_heads} heads "
+                "and what follows must be padding"
+            )
+        with np.errstate(over="ignore"):  # an overflow is not finite and refused
+            result = (-np.exp(values[: self.n_heads])).astype(np.float32)
+        rows = quantize_rows(result[None], type_, f"-exp of {source.name}")
+        return [PlannedTensor(prefix + self.name, self.ne, type_, lambda: (rows,))]
 
 
 @dataclass(frozen=True)
 class SplitKvB:
-    """`kv_b_proj` `[heads * (nope + v), latent]` to K, transposed per head for the absorbed product (ne {nope, latent, heads}),
+    """`kv_b_proj` `[heads * (nope + v), latent]` to K, transposed per head for the absorbed product (ne {nope, latent,
+    heads}),
     and V, plain (ne {latent, v, heads})."""
 
     n_heads: int
@@ -190,5 +194,5 @@ def _same_bf16(source: Source, first: int, count: int, row_length: int) -> np.nd
     special = (bits & _BF16_EXPONENT) == _BF16_EXPONENT
     if special.any():
         row, column = np.argwhere(special)[0]
-        raise GGUFError(f"{source.name}: row {first + row}, column {column} is not a finite number")
+        raise GGUFError(f"tensor {source.name}: row {first + row}, column {column} is not a finite number")
     return bits

@@ -1,4 +1,5 @@
-"""Kimi-K3 (text model): Kimi-Linear plus attention residuals, latent experts, SiTU, output gates and the bounded decay gate."""
+"""Kimi-K3 (text model): Kimi-Linear plus attention residuals, latent experts, SiTU, output gates and the bounded decay
+gate."""
 
 from __future__ import annotations
 
@@ -46,6 +47,11 @@ class KimiK3(KimiLinear):
     prefix = "language_model."
     ignored = ("vision_tower.", "mm_projector.")
     chat_template = CHAT_TEMPLATE
+    deciding_fields = KimiLinear.deciding_fields | {
+        "routed_expert_norm": "latent_moe_use_norm",
+        "routed_expert_": "routed_expert_hidden_size",
+        "g_proj": "mla_use_output_gate",
+    }
 
     def read_config(self) -> None:
         self._read_common()
@@ -56,7 +62,11 @@ class KimiK3(KimiLinear):
         self.situ_linear_beta = config.positive("activation_situ_linear_beta")
         self.block_size = config.integer("attn_res_block_size")
         field = "routed_expert_hidden_size"
-        self.latent = self.width("expert_input", config.integer(field), field)
+        self.latent = (
+            None if config.get(field) is None else config.integer(field)
+        )  # without it experts work at full width
+        self.width("expert_input", self.latent or self.hidden, field if self.latent else "hidden_size")
+        self.renormalize = config.boolean("moe_renormalize")
         self.latent_norm = config.boolean("latent_moe_use_norm")
         self.output_gate = config.boolean("mla_use_output_gate")
         bound = "linear_attn_config.gate_lower_bound"
@@ -69,7 +79,7 @@ class KimiK3(KimiLinear):
     def layer_rows(self, layer: int) -> Iterable[Row]:
         yield from super().layer_rows(layer)
         yield from _EVERY_LAYER
-        if self.has_experts(layer):
+        if self.latent is not None and self.has_experts(layer):
             yield from _LATENT
             if self.latent_norm:
                 yield _LATENT_NORM
@@ -88,8 +98,9 @@ class KimiK3(KimiLinear):
         super().add_fields(plan, file_type)
         u32, f32 = GGUFValueType.UINT32, GGUFValueType.FLOAT32
         add = self.field_adder(plan)
-        add(c.KEY_EXPERT_WEIGHTS_NORM, True, GGUFValueType.BOOL)
-        add(c.KEY_EXPERT_LATENT_LENGTH, self.latent, u32)
+        add(c.KEY_EXPERT_WEIGHTS_NORM, self.renormalize, GGUFValueType.BOOL)
+        if self.latent is not None:
+            add(c.KEY_EXPERT_LATENT_LENGTH, self.latent, u32)
         add(c.KEY_SITU_BETA, self.situ_beta, f32)
         add(c.KEY_SITU_LINEAR_BETA, self.situ_linear_beta, f32)
         add(c.KEY_ATTN_RES_BLOCK_SIZE, self.block_size, u32)

@@ -1,7 +1,7 @@
 """Kimi-Linear: KDA and MLA layers, plain residuals, experts at full width.
 
-The tables here also serve Kimi-K3 (`kimi_k3.py`), which adds to them. Names, folds and keys are those of existing GGUF files
-of the architecture; the mathematics behind the required values is in the published model code.
+The tables here also serve Kimi-K3 (`kimi_k3.py`), which adds to them. Names, folds and keys are those of existing GGUF
+files of the architecture; the mathematics behind the required values is in the published model code.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ _MOE = (
     Row("block_sparse_moe.shared_experts.down_proj.weight", ("hidden_size", "shared_width"), Copy(c.FFN_DOWN_SHEXP)),
 )
 
-# The K2 chat format: our own wording of the grammar `<|im_ROLE|>NAME<|im_middle|>TEXT<|im_end|>`.
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -89,8 +88,9 @@ class KimiLinear(Converter):
 
     architecture = c.ARCH_KIMI_LINEAR
     chat_template = (_TEMPLATES / "kimi-linear.jinja").read_text(encoding="utf-8")
+    deciding_fields = {"q_a_": "q_lora_rank", "q_b_proj": "q_lora_rank"}
 
-    # --- configuration --------------------------------------------------------------------------------------------------
+    # --- configuration ------------------------------------------------------------------------------------------------
     def read_config(self) -> None:
         self._read_common()
         self._refuse_what_only_k3_has()
@@ -106,14 +106,15 @@ class KimiLinear(Converter):
         self._read_kda()
         self._read_mla()
         self._read_ffn()
-        self.context_length = config.integer(next((f for f in _CONTEXT_LENGTH if config.get(f) is not None), _CONTEXT_LENGTH[0]))
+        self.context_length = config.integer(
+            next((f for f in _CONTEXT_LENGTH if config.get(f) is not None), _CONTEXT_LENGTH[0])
+        )
         self.eps = config.positive("rms_norm_eps")
 
     def _refuse_unsupported(self) -> None:
         """Mechanisms that neither the keys of the file nor the graph of these architectures have."""
         config = self.config
         config.must_be("mla_use_nope", True)
-        config.must_be("moe_renormalize", True)
         config.must_be("moe_router_activation_func", "sigmoid")
         config.must_be("moe_layer_freq", 1, absent=True)
         config.must_be("num_expert_group", 1, absent=True)
@@ -125,7 +126,6 @@ class KimiLinear(Converter):
 
     def _refuse_what_only_k3_has(self) -> None:
         config = self.config
-        config.must_be("hidden_act", "silu")
         why = "a mechanism of Kimi-K3; the outer architectures entry must then be KimiK3ForConditionalGeneration"
         for field in (
             "attn_res_block_size",
@@ -134,11 +134,12 @@ class KimiLinear(Converter):
             "activation_situ_beta",
             "activation_situ_linear_beta",
             "mla_use_output_gate",
-            "q_lora_rank",
             "linear_attn_config.gate_lower_bound",
             "linear_attn_config.use_full_rank_gate",
         ):
             config.must_be_absent(field, why)
+        config.must_be("hidden_act", "silu")
+        config.must_be("moe_renormalize", True)  # the format has no key that says otherwise
 
     def _read_layers(self) -> None:
         """Layer kinds; the config's two lists count from 1 and must share out the layers."""
@@ -146,7 +147,9 @@ class KimiLinear(Converter):
         self.kda_layers = set(config.layer_list("linear_attn_config.kda_layers", self.n_layers))
         full = set(config.layer_list("linear_attn_config.full_attn_layers", self.n_layers))
         if both := self.kda_layers & full:
-            raise config.wrong("linear_attn_config.kda_layers", f"no layer that full_attn_layers has too, such as {min(both) + 1}")
+            raise config.wrong(
+                "linear_attn_config.kda_layers", f"no layer that full_attn_layers has too, such as {min(both) + 1}"
+            )
         if neither := set(range(self.n_layers)) - self.kda_layers - full:
             raise config.wrong("linear_attn_config.kda_layers", f"layer {min(neither) + 1}, which is in no list")
 
@@ -176,8 +179,12 @@ class KimiLinear(Converter):
         self.width("kv_lora_rank", self.kv_lora_rank, "kv_lora_rank")
         self.width("mla_cache_width", self.kv_lora_rank + self.rope, "kv_lora_rank + qk_rope_head_dim")
         head = "num_attention_heads"
-        self.width("mla_q_width", self.heads * (self.nope + self.rope), f"{head} * (qk_nope_head_dim + qk_rope_head_dim)")
-        self.width("mla_kv_b_width", self.heads * (self.nope + self.v_head_dim), f"{head} * (qk_nope_head_dim + v_head_dim)")
+        self.width(
+            "mla_q_width", self.heads * (self.nope + self.rope), f"{head} * (qk_nope_head_dim + qk_rope_head_dim)"
+        )
+        self.width(
+            "mla_kv_b_width", self.heads * (self.nope + self.v_head_dim), f"{head} * (qk_nope_head_dim + v_head_dim)"
+        )
         self.width("mla_v_width", self.heads * self.v_head_dim, f"{head} * v_head_dim")
         if self.q_lora_rank is not None:
             self.width("q_lora_rank", self.q_lora_rank, "q_lora_rank")
@@ -197,7 +204,7 @@ class KimiLinear(Converter):
         self.dense_width = self.width("intermediate_size", config.integer("intermediate_size"), "intermediate_size")
         self.routed_scale = config.positive("routed_scaling_factor")
 
-    # --- tensors --------------------------------------------------------------------------------------------------------
+    # --- tensors ------------------------------------------------------------------------------------------------------
     def has_experts(self, layer: int) -> bool:
         return self.n_dense <= layer < self.n_layers
 
@@ -224,7 +231,7 @@ class KimiLinear(Converter):
         fold = NegativeExp(c.SSM_A, self.heads, ne)
         return Row("self_attn.A_log", ("kda_heads_or_more",), fold, ((ONE, ONE, "kda_heads_or_more", ONE),))
 
-    # --- keys -----------------------------------------------------------------------------------------------------------
+    # --- keys ---------------------------------------------------------------------------------------------------------
     def add_fields(self, plan: Plan, file_type: LlamaFileType) -> None:
         u32, i32, f32 = GGUFValueType.UINT32, GGUFValueType.INT32, GGUFValueType.FLOAT32
         config, add = self.config, self.field_adder(plan)

@@ -1,9 +1,10 @@
 """Packed routed experts: which scheme a checkpoint uses, checks, and the repack of MXFP4.
 
-Scheme `mxfp4-pack-quantized` of compressed-tensors: per expert matrix `[rows, cols]`, `weight_packed` U8 `[rows, cols/2]` (element
-2b in the low nibble of byte b) and `weight_scale` U8 `[rows, cols/32]` (E8M0: 2^(byte-127), 255 is not a number).
-A GGUF MXFP4 block holds the same 32 elements: the scale byte, then byte j with element j low and element j+16 high. Only
-bits move; no value is decoded. (OCP Microscaling Formats v1.0; 255 is refused because decoders here would take it for a number.)
+Scheme `mxfp4-pack-quantized` of compressed-tensors: per expert matrix `[rows, cols]`, `weight_packed` U8 `[rows,
+cols/2]` (element 2b in the low nibble of byte b) and `weight_scale` U8 `[rows, cols/32]` (E8M0: 2^(byte-127), 255 is
+not a number). A GGUF MXFP4 block holds the same 32 elements: the scale byte, then byte j with element j low and element
+j+16 high. Only bits move; no value is decoded. (OCP Microscaling Formats v1.0; 255 is refused because decoders here
+would take it for a number.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def check_scheme(config: Config) -> bool:
     for key, expected in (("quant_method", "compressed-tensors"), ("format", "mxfp4-pack-quantized")):
         if scheme.get(key) != expected:
             raise ConversionError(
-                f"{config.path}: quantization_config.{key} is {scheme.get(key)!r}, expected {expected!r}; supported: {SUPPORTED}"
+                f"{config.path}: quantization_config.{key} is {scheme.get(key)!r}, expected {expected!r}; "
+                f"supported: {SUPPORTED}"
             )
     groups = scheme.get("config_groups")
     if not isinstance(groups, dict) or not groups:
@@ -99,5 +101,7 @@ def repack_expert(packed: Source, scale: Source, expert: int) -> np.ndarray:
     bad = np.argwhere(scales == 0xFF)
     if len(bad):
         row, block = bad[0]
-        raise ConversionError(f"tensor {scale.name}: expert {expert}, row {row}, block {block}: scale byte 255 is not a number")
+        raise ConversionError(
+            f"tensor {scale.name}: expert {expert}, row {row}, block {block}: scale byte 255 is not a number"
+        )
     return repack(packed.bytes_2d(), scales)

@@ -48,7 +48,8 @@ def convert(
         progress: called with tensor name, bytes written and bytes in all.
 
     Raises:
-        ConversionError, GGUFError: the checkpoint, an argument or the output is wrong; nothing is left under the output's name.
+        ConversionError, GGUFError: the checkpoint, an argument or the output is wrong; nothing is left under the
+            output's name.
     """
     folder = Path(model_dir)
     if not folder.is_dir():

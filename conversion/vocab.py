@@ -1,8 +1,8 @@
 """The vocabulary of a Kimi checkpoint as GGUF arrays, read directly from its files.
 
-`tiktoken.model` has one line `base64(bytes) rank` per byte-level token; the id is the rank. `tokenizer_config.json` names the
-special ids above. No tokenizer library and none of the checkpoint's own code is run. A `tokenizer.json` is not read: its
-merges need not be the ranks the model was trained with.
+`tiktoken.model` has one line `base64(bytes) rank` per byte-level token; the id is the rank. `tokenizer_config.json`
+names the special ids above. No tokenizer library and none of the checkpoint's own code is run. A `tokenizer.json` is
+not read: its merges need not be the ranks the model was trained with.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def printable(token: bytes) -> str:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens[id]`, `types[id]` (NORMAL, CONTROL, UNUSED) and `merges` in order of rank; the token ids are of the config."""
+    """`tokens[id]`, `types[id]` (NORMAL, CONTROL, UNUSED) and `merges` in order of rank; the token ids are of the
+    config."""
 
     tokens: list[str]
     types: list[TokenType]
@@ -77,8 +78,8 @@ def read_vocabulary(folder: Path, config: Config, default_template: str | None) 
     """Read and check the vocabulary of a model folder; `default_template` serves when the folder has no chat template.
 
     Raises:
-        ConversionError: a file is missing or malformed, ranks or names are not a consistent vocabulary, or its size is not
-            the config's `vocab_size`.
+        ConversionError: a file is missing or malformed, ranks or names are not a consistent vocabulary, or its size is
+            not the config's `vocab_size`.
     """
     size = config.integer("vocab_size")
     ranks = read_ranks(folder / RANKS_NAME)
@@ -108,7 +109,8 @@ def read_ranks(path: Path) -> list[bytes]:
     """The byte-level tokens of a `tiktoken.model`, by rank.
 
     Raises:
-        ConversionError: names the line; also when a rank is missing, a token occurs twice or one of the 256 bytes is no token.
+        ConversionError: names the line; also when a rank is missing, a token occurs twice or one of the 256 bytes is no
+            token.
     """
     if not path.is_file():
         other = path.with_name("tokenizer.json")
@@ -123,13 +125,19 @@ def read_ranks(path: Path) -> list[bytes]:
             token, rank = base64.b64decode(parts[0], validate=True), int(parts[1])
         except (binascii.Error, ValueError, IndexError):
             raise ConversionError(f"{path}: line {number} is not a base64 token and a rank") from None
-        if len(parts) != 2 or not token or token in ranks:
-            raise ConversionError(f"{path}: line {number}: the token is empty, occurs twice or has more than a rank behind it")
+        if len(parts) != 2 or not token:
+            raise ConversionError(f"{path}: line {number} is not a base64 token and a rank")
+        if token in ranks:
+            raise ConversionError(
+                f"{path}: line {number}: the token {token!r} occurs twice, first with rank {ranks[token]}"
+            )
         ranks[token] = rank
     tokens = sorted(ranks, key=ranks.__getitem__)
     for expected, token in enumerate(tokens):
         if ranks[token] != expected:
-            raise ConversionError(f"{path}: ranks do not count from 0 without gaps: found {ranks[token]}, expected {expected}")
+            raise ConversionError(
+                f"{path}: ranks do not count from 0 without gaps: found {ranks[token]}, expected {expected}"
+            )
     absent = [byte for byte in range(256) if bytes((byte,)) not in ranks]
     if absent:
         raise ConversionError(f"{path}: no token for {len(absent)} of the 256 bytes, the first is {absent[0]:#04x}")
@@ -139,8 +147,8 @@ def read_ranks(path: Path) -> list[bytes]:
 def merges(tokens: list[bytes]) -> Iterator[str]:
     """Merge lines `left right` in order of rank.
 
-    Ranks are all a tiktoken file has. The merge of a token is what byte pair encoding with only the ranks below its own leaves
-    of its bytes, if that is two pieces; a token that ends in more is never made by merging and has no line.
+    Ranks are all a tiktoken file has. The merge of a token is what byte pair encoding with only the ranks below its own
+    leaves of its bytes, if that is two pieces; a token that ends in more is never made by merging and has no line.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for rank, token in enumerate(tokens):
@@ -150,7 +158,8 @@ def merges(tokens: list[bytes]) -> Iterator[str]:
 
 
 def _last_merge(token: bytes, own_rank: int, ranks: dict[bytes, int]) -> int:
-    """Where the last merge joins, in bytes; 0 if there is none. Always merges the pair of lowest rank, leftmost first."""
+    """Where the last merge joins, in bytes; 0 if there is none. Always merges the pair of lowest rank, leftmost
+    first."""
     never = len(ranks)
     find = ranks.get
     cuts = list(range(len(token) + 1))
@@ -169,7 +178,8 @@ def _last_merge(token: bytes, own_rank: int, ranks: dict[bytes, int]) -> int:
 
 
 def read_chat_templates(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The default chat template and the named ones: `chat_template.jinja`, else `chat_template.json`, else the tokenizer's.
+    """The default chat template and the named ones: `chat_template.jinja`, else `chat_template.json`, else the
+    tokenizer's.
 
     Raises:
         ConversionError: a template is neither text nor a list of named texts.

@@ -1,9 +1,9 @@
 """Names and numbers of GGUF files of the architectures `kimi-linear` and `kimi-k3`.
 
-Types, block sizes and file-type numbers come from the PyPI package `gguf`; this file adds the keys and tensor names of the
-two architectures (that package does not know `kimi-k3`). Keys and tensor names are those of existing files, so files are
-interchangeable. No key beyond theirs is written: the epsilon of the two LoRA norms and of the L2 norm (1e-6) is a constant
-of the published model code, not a hyperparameter of the checkpoint, so the engine holds it.
+Types, block sizes and file-type numbers come from the PyPI package `gguf`; this file adds the keys and tensor names of
+the two architectures (that package does not know `kimi-k3`). Keys and tensor names are those of existing files, so
+files are interchangeable. No key beyond theirs is written: the epsilon of the two LoRA norms and of the L2 norm (1e-6)
+is a constant of the published model code, not a hyperparameter of the checkpoint, so the engine holds it.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ FFN_ROUTED_DOWN = "ffn_routed_down.weight"
 FFN_ROUTED_UP = "ffn_routed_up.weight"
 FFN_ROUTED_NORM = "ffn_routed_norm.weight"
 
-# Two-dimensional and larger tensors that stay F32 whatever the output type: rounding a router or a convolution tap costs
-# far more than the bytes it saves.
+# Two-dimensional and larger tensors that stay F32 whatever the output type: rounding a router or a convolution tap
+# costs far more than the bytes it saves.
 ALWAYS_F32 = frozenset({FFN_GATE_INP, SSM_CONV1D_Q, SSM_CONV1D_K, SSM_CONV1D_V})
 
 

@@ -40,7 +40,9 @@ def _shown(value: Any, full: bool) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gguf_ext.dump", description="Print the keys and tensors of a GGUF file.")
+    parser = argparse.ArgumentParser(
+        prog="python -m gguf_ext.dump", description="Print the keys and tensors of a GGUF file."
+    )
     parser.add_argument("file", help="a GGUF file, or the first of a split")
     parser.add_argument("--full", action="store_true", help="print arrays and long strings whole")
     arguments = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """The `general.*` keys that describe a model, and the file name made from them: thin over `gguf.Metadata`.
 
-Sources, later ones win: the folder's name, `config.json` `_name_or_path`, the model card's front matter, sampling values of
-`generation_config.json`, a JSON file of overrides, an explicit name.
+Sources, later ones win: the folder's name, `config.json` `_name_or_path`, the model card's front matter, sampling
+values of `generation_config.json`, a JSON file of overrides, an explicit name.
 """
 
 from __future__ import annotations

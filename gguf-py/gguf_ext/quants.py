@@ -30,15 +30,17 @@ def quantize_rows(rows: np.ndarray, type_: GGMLQuantizationType, name: str, firs
     `name` and `first_row` (the number of rows[0] within the tensor) only serve messages.
 
     Raises:
-        GGUFError: a value is not finite, a value does not fit the type (F16, and the F16 scale of Q8_0), the type is not one
-            of `QUANTIZABLE`, or rows are not whole blocks.
+        GGUFError: a value is not finite, a value does not fit the type (F16, and the F16 scale of Q8_0), the type is
+            not one of `QUANTIZABLE`, or rows are not whole blocks.
     """
     if not can_quantize(type_, rows.shape[-1]):
-        raise GGUFError(f"{name}: rows of {rows.shape[-1]} values cannot be written as {type_.name}")
+        raise GGUFError(f"tensor {name}: rows of {rows.shape[-1]} values cannot be written as {type_.name}")
     finite = np.isfinite(rows)
     if not finite.all():
         row, column = np.argwhere(~finite)[0]
-        raise GGUFError(f"{name}: row {first_row + row}, column {column}: {rows[row, column]} is not a finite number")
+        raise GGUFError(
+            f"tensor {name}: row {first_row + row}, column {column}: {rows[row, column]} is not a finite number"
+        )
     if type_ == GGMLQuantizationType.F16:
         with np.errstate(over="ignore"):
             half = rows.astype(np.float16)
@@ -50,10 +52,12 @@ def quantize_rows(rows: np.ndarray, type_: GGMLQuantizationType, name: str, firs
     return np.ascontiguousarray(quants.quantize(rows, type_)).view(np.uint8)
 
 
-def _refuse_overflow(over: np.ndarray, rows: np.ndarray, type_: GGMLQuantizationType, name: str, first_row: int) -> None:
+def _refuse_overflow(
+    over: np.ndarray, rows: np.ndarray, type_: GGMLQuantizationType, name: str, first_row: int
+) -> None:
     if over.any():
         row, column = np.argwhere(over)[0]
         raise GGUFError(
-            f"{name}: row {first_row + row}, column {column}: {rows[row, column]:g} does not fit {type_.name}; "
+            f"tensor {name}: row {first_row + row}, column {column}: {rows[row, column]:g} does not fit {type_.name}; "
             "bf16 and f32 hold it"
         )

@@ -1,11 +1,12 @@
 """Read GGUF files, whole or split, checking every length, count and offset before using it.
 
-The header is parsed from a memory map; tensor bytes are views of the map. A file that breaks a rule of the format gives a
-`GGUFError` that names the key or tensor. Nothing is allocated in proportion to a number that the file merely claims.
+The header is parsed from a memory map; tensor bytes are views of the map. A file that breaks a rule of the format gives
+a `GGUFError` that names the key or tensor. Nothing is allocated in proportion to a number that the file merely claims.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 import struct
@@ -130,7 +131,9 @@ class GGUFReader:
             raise GGUFError(f"{first.path}: {c.KEY_SPLIT_COUNT} is {count!r}, expected a positive integer")
         number = first.fields.get(c.KEY_SPLIT_NO, 0)
         if number != 0:
-            raise GGUFError(f"{first.path}: this is part {number!r} of a split file (counted from 0); open the first part")
+            raise GGUFError(
+                f"{first.path}: this is part {number!r} of a split file (counted from 0); open the first part"
+            )
         if count == 1:
             return
         match = _SPLIT_PATTERN.fullmatch(first.path.name)
@@ -152,7 +155,8 @@ class GGUFReader:
         total = first.fields.get(c.KEY_SPLIT_TENSORS_COUNT)
         if total is not None and total != len(self.tensors):
             raise GGUFError(
-                f"{first.path}: {c.KEY_SPLIT_TENSORS_COUNT} is {total!r}, but the {count} parts hold {len(self.tensors)} tensors"
+                f"{first.path}: {c.KEY_SPLIT_TENSORS_COUNT} is {total!r}, but the {count} parts hold "
+                f"{len(self.tensors)} tensors"
             )
 
 
@@ -176,10 +180,8 @@ class _File:
             raise
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(BufferError):  # an array still views the map; it is unmapped when the last one goes
             self.map.close()
-        except BufferError:
-            pass  # an array still views the map; it is unmapped when the last one goes
 
     def _parse(self) -> None:
         magic = self._take(4)
@@ -189,7 +191,9 @@ class _File:
         if version not in c.READABLE_VERSIONS:
             if version in (v << 24 for v in c.READABLE_VERSIONS):
                 raise GGUFError(f"{self.path}: big-endian GGUF; only little-endian files are read")
-            raise GGUFError(f"{self.path}: GGUF version {version}, expected {' or '.join(map(str, c.READABLE_VERSIONS))}")
+            raise GGUFError(
+                f"{self.path}: GGUF version {version}, expected {' or '.join(map(str, c.READABLE_VERSIONS))}"
+            )
         n_tensors, n_fields = self._scalar(GGUFValueType.UINT64), self._scalar(GGUFValueType.UINT64)
         # A field takes at least 13 bytes and a tensor description 33; this bounds both loops by the file's size.
         for what, count, least in (("keys", n_fields, 13), ("tensors", n_tensors, 33)):
@@ -214,8 +218,8 @@ class _File:
                 raise GGUFError(f"{self.path}: tensor {name}: offset {offset}, expected {expected}")
             if start + offset + n_bytes > self.size:
                 raise GGUFError(
-                    f"{self.path}: tensor {name}: bytes {start + offset} to {start + offset + n_bytes} lie beyond the end "
-                    f"of the file ({self.size} bytes); the file is truncated"
+                    f"{self.path}: tensor {name}: bytes {start + offset} to {start + offset + n_bytes} lie beyond the "
+                    f"end of the file ({self.size} bytes); the file is truncated"
                 )
             self.tensors.append(TensorInfo(name, type_, ne, n_bytes, self.path, start + offset))
             expected = _pad(offset + n_bytes, alignment)
@@ -266,7 +270,9 @@ class _File:
         except UnicodeDecodeError as error:
             raise GGUFError(f"{self.path}: {self._what}: string {len(strings)} is not UTF-8: {error.reason}") from None
         if len(strings) < count:
-            raise GGUFError(f"{self.path}: {self._what}: string {len(strings)} of {count} lies beyond the end of the file")
+            raise GGUFError(
+                f"{self.path}: {self._what}: string {len(strings)} of {count} lies beyond the end of the file"
+            )
         self._at = at
         return strings
 
@@ -275,7 +281,9 @@ class _File:
         name = self._string()
         self._what = f"tensor {name}"
         if not 0 < len(name.encode()) <= c.MAX_TENSOR_NAME:
-            raise GGUFError(f"{self.path}: tensor number {number}: name {name[:80]!r} is empty or over {c.MAX_TENSOR_NAME} bytes")
+            raise GGUFError(
+                f"{self.path}: tensor number {number}: name {name[:80]!r} is empty or over {c.MAX_TENSOR_NAME} bytes"
+            )
         n_dims = self._scalar(GGUFValueType.UINT32)
         if not 1 <= n_dims <= c.MAX_DIMS:
             raise GGUFError(f"{self.path}: tensor {name}: {n_dims} dimensions, expected 1 to {c.MAX_DIMS}")
@@ -289,7 +297,9 @@ class _File:
             raise GGUFError(f"{self.path}: tensor {name}: unknown type number {type_id}") from None
         block = GGML_QUANT_SIZES[type_][0]
         if ne[0] % block:
-            raise GGUFError(f"{self.path}: tensor {name}: rows of {ne[0]} values are not whole {type_.name} blocks of {block}")
+            raise GGUFError(
+                f"{self.path}: tensor {name}: rows of {ne[0]} values are not whole {type_.name} blocks of {block}"
+            )
         return name, ne, type_, self._scalar(GGUFValueType.UINT64)
 
     def _value_type(self) -> GGUFValueType:
@@ -317,7 +327,9 @@ class _File:
         return self.map[self._at - n_bytes : self._at]
 
     def _beyond(self, wanted: str) -> GGUFError:
-        return GGUFError(f"{self.path}: {self._what}: {wanted} at byte {self._at} lie beyond the end of the file ({self.size} bytes)")
+        return GGUFError(
+            f"{self.path}: {self._what}: {wanted} at byte {self._at} lie beyond the end of the file ({self.size} bytes)"
+        )
 
 
 def _pad(at: int, alignment: int) -> int:

@@ -1,9 +1,9 @@
 """Write a GGUF file: plan everything, then stream it.
 
-A `Plan` holds every key, and for every tensor its name, shape, type and a producer. All offsets and the file's size follow
-from the plan alone, so they are known before a byte is written. `write` then runs the producers in order and writes each
-chunk as it comes: memory holds one chunk, disk the output only. The bytes go to a temporary name beside the output, which
-gets its final name in one step, once complete and on disk.
+A `Plan` holds every key, and for every tensor its name, shape, type and a producer. All offsets and the file's size
+follow from the plan alone, so they are known before a byte is written. `write` then runs the producers in order and
+writes each chunk as it comes: memory holds one chunk, disk the output only. The bytes go to a temporary name beside the
+output, which gets its final name in one step, once complete and on disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PARTIAL_SUFFIX = ".partial"
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written: `ne` fastest dimension first; `produce()` yields its bytes in order, in chunks of any size."""
+    """A tensor to be written: `ne` fastest dimension first; `produce()` yields its bytes in order, in chunks of any
+    size."""
 
     name: str
     ne: tuple[int, ...]
@@ -79,8 +80,8 @@ class Plan:
         """Add a tensor.
 
         Raises:
-            GGUFError: the name is empty, over 63 bytes or already there; the shape is empty, has more than four dimensions
-                or one below 1; rows are not whole blocks of the type.
+            GGUFError: the name is empty, over 63 bytes or already there; the shape is empty, has more than four
+                dimensions or one below 1; rows are not whole blocks of the type.
         """
         name, ne = tensor.name, tensor.ne
         if not 0 < len(name.encode()) <= c.MAX_TENSOR_NAME:
@@ -121,12 +122,13 @@ class Plan:
     def write(self, path: Path, *, force: bool = False, progress: Progress | None = None) -> int:
         """Write the file and return its size in bytes.
 
-        The bytes go to `path` + ".partial" first. On any failure that name is removed and nothing appears under `path`; only
-        a process that is killed leaves the ".partial" behind, and the next run replaces it.
+        The bytes go to `path` + ".partial" first. On any failure that name is removed and nothing appears under `path`;
+        only a process that is killed leaves the ".partial" behind, and the next run replaces it.
 
         Raises:
-            GGUFError: `path` exists and `force` is false; another process is writing it; the disk or the process's file size
-                limit is too small for the planned size, or a write fails; a producer gave more or fewer bytes than planned.
+            GGUFError: `path` exists and `force` is false; another process is writing it; the disk or the process's file
+                size limit is too small for the planned size, or a write fails; a producer gave more or fewer bytes than
+                planned.
         """
         path = Path(path)
         header = self.header()
@@ -159,7 +161,9 @@ class Plan:
                 if progress is not None:
                     progress(tensor.name, sink.n_written, size)
             if sink.n_written - begin != tensor.n_bytes:
-                raise GGUFError(f"tensor {tensor.name}: {tensor.n_bytes} bytes planned, {sink.n_written - begin} produced")
+                raise GGUFError(
+                    f"tensor {tensor.name}: {tensor.n_bytes} bytes planned, {sink.n_written - begin} produced"
+                )
             sink.write(bytes(_padded(tensor.n_bytes) - tensor.n_bytes))
         try:
             os.fsync(handle)
@@ -276,7 +280,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _as_bytes(chunk: Chunk) -> memoryview:
     if isinstance(chunk, np.ndarray):
-        return memoryview(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))  # a strided view is copied in its order
+        return memoryview(np.ascontiguousarray(chunk).data).cast("B")  # a strided view is copied in its order
     return memoryview(chunk).cast("B")
 
 

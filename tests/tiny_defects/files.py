@@ -237,7 +237,7 @@ def tiktoken_not_base64(checkpoint: Checkpoint) -> None:
 @defect("tiktoken.model has more tokens than vocab_size")
 def tiktoken_too_long(checkpoint: Checkpoint) -> None:
     lines = checkpoint.tiktoken.splitlines(keepends=True)
-    extra = [b"%s %d\n" % (b"AAAAAAA" + bytes([65 + i % 26, 65 + i // 26]), len(lines) + i) for i in range(100)]
+    extra = [b"%s %d\n" % (b"AAAAAA" + bytes([65 + i % 26, 65 + i // 26]), len(lines) + i) for i in range(100)]
     checkpoint.tiktoken = b"".join(lines + extra)
 
 
