@@ -375,7 +375,8 @@ def moe_tensors(w: Weights, p: str, text: dict[str, Any], *, packed: bool, bias_
     hidden, experts, width = text["hidden_size"], text["num_experts"], text["moe_intermediate_size"]
     latent = text.get("routed_expert_hidden_size")
     yield f"{p}gate.weight", HfTensor.from_float(w.linear(f"{p}gate", experts, hidden, 1.5))
-    bias = w.normal(f"{p}gate.bias", (experts,), 0.2)
+    # Smaller with many experts: it shall change the order, not keep most of them out for good.
+    bias = w.normal(f"{p}gate.bias", (experts,), 0.6 / math.sqrt(experts))
     yield f"{p}gate.e_score_correction_bias", HfTensor.from_float(bias, bias_dtype)
     if latent:
         yield f"{p}routed_expert_down_proj.weight", HfTensor.from_float(w.linear(f"{p}routed_down", latent, hidden))

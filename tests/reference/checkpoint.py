@@ -41,7 +41,7 @@ class Checkpoint:
             self._read_shard(path)
 
     def _read_shard(self, path: Path) -> None:
-        raw = np.memmap(path, np.uint8, "r")
+        raw = np.asarray(np.memmap(path, np.uint8, "r"))
         size = int.from_bytes(raw[:8].tobytes(), "little")
         header = json.loads(raw[8 : 8 + size].tobytes())
         payload = raw[8 + size :]
