@@ -77,9 +77,8 @@ class Converter:
     prefix: ClassVar[str] = ""  # of the text model's tensor names; may be missing in a checkpoint
     ignored: ClassVar[tuple[str, ...]] = ()  # beginnings of names that are no part of the text model
     chat_template: ClassVar[str | None] = None  # for checkpoints that ship none
-    deciding_fields: ClassVar[
-        dict[str, str]
-    ] = {}  # part of a tensor's name -> config field that says whether it exists
+    # Part of a tensor's name -> the config field that says whether such tensors exist, for messages.
+    deciding_fields: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -154,7 +153,7 @@ class Converter:
         first: list[PlannedTensor] = []
         rest: list[tuple[int, list[PlannedTensor]]] = []
         for layer, sources in sorted(experts.items()):
-            outputs = self._plan_experts(layer, sources, types)
+            outputs = list(self._plan_experts(layer, sources, types))
             if outputs[0].type == GGMLQuantizationType.MXFP4:
                 first += outputs
             else:
@@ -307,10 +306,8 @@ class Converter:
                     scale = sources[expert, projection, packed.SCALE]
                     packed.check_pair(weight, scale, self.widths[axes[0]].value, self.widths[axes[1]].value)
 
-    def _plan_experts(self, layer: int, sources: dict[ExpertKey, Source], types: Types) -> list[PlannedTensor]:
-        return list(self._stacks(c.BLOCK.format(layer=layer), sources, types))
-
-    def _stacks(self, block: str, sources: dict[ExpertKey, Source], types: Types) -> Iterator[PlannedTensor]:
+    def _plan_experts(self, layer: int, sources: dict[ExpertKey, Source], types: Types) -> Iterator[PlannedTensor]:
+        block = c.BLOCK.format(layer=layer)
         is_packed = (0, "w1", packed.PACKED) in sources
         for projection, _, name in EXPERTS:
             numbers = range(self.n_experts)

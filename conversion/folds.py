@@ -36,9 +36,8 @@ class Types:
         self.warnings: list[str] = []
 
     def of(self, prefix: str, name: str, ne: tuple[int, ...]) -> GGMLQuantizationType:
-        """Vectors, norms, biases, the router and the convolutions stay F32; the rest gets the type asked for, or F16
-        where
-        rows are not whole blocks of it."""
+        """Vectors, norms, biases, router and convolutions stay F32; the rest gets the type asked for, or F16 where rows
+        are not whole blocks of it."""
         if len(ne) == 1 or name in c.ALWAYS_F32 or name.endswith("_norm.weight") or not name.endswith(".weight"):
             return GGMLQuantizationType.F32
         if can_quantize(self.wanted, ne[0]):
@@ -59,8 +58,7 @@ class Fold(Protocol):
 
 @dataclass(frozen=True)
 class Copy:
-    """The same values in the same order. `conv` adds the dimensions a convolution has in files: ne {taps, 1, channels,
-    1}."""
+    """The same values in the same order. `conv`: with the dimensions convolutions have, ne {taps, 1, channels, 1}."""
 
     name: str
     conv: bool = False
@@ -93,8 +91,7 @@ class Product:
 
 @dataclass(frozen=True)
 class NegativeExp:
-    """`-exp(A_log)` over the real heads, float64 rounded to float32. A longer A_log is padding and must be zero beyond
-    them."""
+    """`-exp(A_log)` over the real heads, float64 rounded to float32. What is longer is padding and must be zero."""
 
     name: str
     n_heads: int
@@ -119,9 +116,8 @@ class NegativeExp:
 
 @dataclass(frozen=True)
 class SplitKvB:
-    """`kv_b_proj` `[heads * (nope + v), latent]` to K, transposed per head for the absorbed product (ne {nope, latent,
-    heads}),
-    and V, plain (ne {latent, v, heads})."""
+    """`kv_b_proj` `[heads * (nope + v), latent]` to K, each head transposed for the absorbed product, ne {nope, latent,
+    heads}, and V as it is, ne {latent, v, heads}."""
 
     n_heads: int
     nope: int
