@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,8 @@ def test_chunked_equals_recurrent(rng: np.random.Generator, chunk_size: int, gat
     """D1, D4: any chunk size, a ragged last chunk, decays down to exp(-316)."""
     inputs = scan_inputs(rng, 133, 3, 12, gate)
     o, state = ref.kda_recurrent(*inputs)
-    o_chunked, state_chunked = ref.kda_chunked(*inputs, chunk_size=chunk_size)
+    q, k, v, g, beta, start = inputs
+    o_chunked, state_chunked = ref.kda_chunked(q, k, v, g, beta, start, chunk_size)
     assert np.isfinite(o).all()
     np.testing.assert_allclose(o_chunked, o, rtol=0, atol=1e-11 * np.abs(o).max())
     np.testing.assert_allclose(state_chunked, state, rtol=0, atol=1e-11 * np.abs(state).max())
@@ -252,7 +254,9 @@ SPLIT_PRESETS = ["k3", "kl", "k3-odd", "kl-odd", "k3-softplus-gate", "k3-full-wi
 
 @pytest.mark.parametrize("preset", SPLIT_PRESETS)
 @pytest.mark.parametrize(("kda", "mla"), [("recurrent", "expanded"), ("chunked", "absorbed")])
-def test_any_split_equals_one_call(tiny_checkpoint, rng: np.random.Generator, preset: str, kda: str, mla: str) -> None:
+def test_any_split_equals_one_call(
+    tiny_checkpoint: Callable[..., Path], rng: np.random.Generator, preset: str, kda: str, mla: str
+) -> None:
     """D1, D2: token by token, in random pieces and at once, both forms."""
     folder = tiny_checkpoint(preset)
     ids = rng.integers(0, 512, 41)
@@ -266,7 +270,7 @@ def test_any_split_equals_one_call(tiny_checkpoint, rng: np.random.Generator, pr
         np.testing.assert_allclose(logits, whole, rtol=0, atol=1e-10, err_msg=f"{preset} cut at {cuts}")
 
 
-def test_sequences_side_by_side(tiny_checkpoint, rng: np.random.Generator) -> None:
+def test_sequences_side_by_side(tiny_checkpoint: Callable[..., Path], rng: np.random.Generator) -> None:
     """D7: three prompts of 1, 5 and 9 tokens together give what each gives alone, also when continued."""
     model = Model.from_checkpoint(tiny_checkpoint("k3"))
     prompts = [rng.integers(0, 512, n) for n in (1, 5, 9)]
@@ -278,7 +282,7 @@ def test_sequences_side_by_side(tiny_checkpoint, rng: np.random.Generator) -> No
         np.testing.assert_allclose(np.concatenate([first, second]), alone, rtol=0, atol=1e-11)
 
 
-def test_copied_state_is_independent(tiny_checkpoint, rng: np.random.Generator) -> None:
+def test_copied_state_is_independent(tiny_checkpoint: Callable[..., Path], rng: np.random.Generator) -> None:
     for mla in ("expanded", "absorbed"):
         model = Model.from_checkpoint(tiny_checkpoint("k3"), mla=mla)
         ids = rng.integers(0, 512, 20)
@@ -289,7 +293,7 @@ def test_copied_state_is_independent(tiny_checkpoint, rng: np.random.Generator) 
         np.testing.assert_allclose(model.forward(ids[9:], kept), model.forward(ids)[9:], rtol=0, atol=1e-11)
 
 
-def test_greedy(tiny_checkpoint, rng: np.random.Generator) -> None:
+def test_greedy(tiny_checkpoint: Callable[..., Path], rng: np.random.Generator) -> None:
     """The text of repeated full evaluation; a stop id ends it and is left out; many prompts give what one gives."""
     model = Model.from_checkpoint(tiny_checkpoint("k3"))
     ids = rng.integers(0, 512, 6).tolist()
@@ -310,7 +314,7 @@ def test_greedy(tiny_checkpoint, rng: np.random.Generator) -> None:
         model.greedy([], 4)
 
 
-def test_trace_names_every_stage(tiny_checkpoint, rng: np.random.Generator) -> None:
+def test_trace_names_every_stage(tiny_checkpoint: Callable[..., Path], rng: np.random.Generator) -> None:
     model = Model.from_checkpoint(tiny_checkpoint("k3"))
     trace: dict[str, np.ndarray] = {}
     logits = model.forward(rng.integers(0, 512, 5), trace=trace)
@@ -324,7 +328,7 @@ def test_trace_names_every_stage(tiny_checkpoint, rng: np.random.Generator) -> N
     np.testing.assert_array_equal(trace["output"] @ model.lm_head.T, logits)
 
 
-def test_dead_mix_of_layer_0(tiny_checkpoint, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_dead_mix_of_layer_0(tiny_checkpoint: Callable[..., Path], tmp_path: Path, rng: np.random.Generator) -> None:
     """Layer 0 has no earlier stream to mix: its attention-residual tensors exist and change nothing; layer 1's do."""
     ids = rng.integers(0, 512, 12)
     logits = Model.from_checkpoint(tiny_checkpoint("k3")).forward(ids)
@@ -339,7 +343,7 @@ def test_dead_mix_of_layer_0(tiny_checkpoint, tmp_path: Path, rng: np.random.Gen
         assert np.array_equal(Model.from_checkpoint(changed).forward(ids), logits) is same
 
 
-def test_float32_is_close_to_float64(tiny_checkpoint, rng: np.random.Generator) -> None:
+def test_float32_is_close_to_float64(tiny_checkpoint: Callable[..., Path], rng: np.random.Generator) -> None:
     folder = tiny_checkpoint("kl")
     ids = rng.integers(0, 512, 30)
     trace: dict[str, np.ndarray] = {}
@@ -351,7 +355,7 @@ def test_float32_is_close_to_float64(tiny_checkpoint, rng: np.random.Generator) 
     np.testing.assert_allclose(single[safe], exact[safe], rtol=0, atol=2e-4)
 
 
-def test_refused_arguments(tiny_checkpoint) -> None:
+def test_refused_arguments(tiny_checkpoint: Callable[..., Path]) -> None:
     folder = tiny_checkpoint("kl")
     with pytest.raises(ValueError, match="kda must be"):
         Model.from_checkpoint(folder, kda="parallel")

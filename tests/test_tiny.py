@@ -17,8 +17,9 @@ import reference as ref
 import tiny
 import tiny_vocab
 from reference import Model
+from reference.moe import MoeFfn
 from tiny_defects import defect_arch
-from tiny_files import HfTensor, bf16_bits
+from tiny_files import Checkpoint, HfTensor, bf16_bits
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -38,7 +39,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("preset", tiny.PRESETS)
-def test_preset_is_sane(tiny_checkpoint, rng: np.random.Generator, preset: str) -> None:
+def test_preset_is_sane(tiny_checkpoint: Callable[..., Path], rng: np.random.Generator, preset: str) -> None:
     """Finite logits that spread, streams that keep their scale, experts chosen with the bias having its say."""
     folder = tiny_checkpoint(preset)
     model = Model.from_checkpoint(folder)
@@ -51,7 +52,7 @@ def test_preset_is_sane(tiny_checkpoint, rng: np.random.Generator, preset: str) 
         assert 0.05 < trace[f"layer.{i}.attn"].std() < 5, f"attention of layer {i}"
         assert 0.05 < trace[f"layer.{i}.ffn"].std() < 8, f"feed-forward of layer {i}"
         assert 0.3 < trace[f"layer.{i}.out"].std() < 12, f"stream after layer {i}"
-    router = next(layer.ffn for layer in model.layers if hasattr(layer.ffn, "bias"))
+    router = next(layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeFfn))
     scores = ref.sigmoid(rng.standard_normal((200, router.w_router.shape[1])) @ router.w_router.T)
     with_bias = np.sort(ref.route(scores, router.bias, router.k, 1.0)[0])
     without = np.sort(ref.route(scores, 0 * router.bias, router.k, 1.0)[0])
@@ -75,7 +76,7 @@ def test_decays_reach_both_ends() -> None:
         assert np.median(g) < -0.02
 
 
-def test_presets_hold_what_their_names_say(tiny_checkpoint) -> None:
+def test_presets_hold_what_their_names_say(tiny_checkpoint: Callable[..., Path]) -> None:
     def config(preset: str) -> dict[str, Any]:
         return ref.Checkpoint(tiny_checkpoint(preset)).config
 
@@ -148,7 +149,9 @@ SAME_MODEL: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("preset", "switch"), SAME_MODEL, ids=str)
-def test_switch_changes_the_files_only(tiny_checkpoint, preset: str, switch: dict[str, Any]) -> None:
+def test_switch_changes_the_files_only(
+    tiny_checkpoint: Callable[..., Path], preset: str, switch: dict[str, Any]
+) -> None:
     plain, switched = tiny_checkpoint(preset), tiny_checkpoint(preset, **switch)
     assert digests(plain) != digests(switched)
     ids = list(range(40, 60))
@@ -157,7 +160,7 @@ def test_switch_changes_the_files_only(tiny_checkpoint, preset: str, switch: dic
     assert len(list(switched.glob("*.safetensors"))) == switch.get("shards", 3)
 
 
-def test_every_k3_mechanism_matters(tiny_checkpoint, tmp_path: Path) -> None:
+def test_every_k3_mechanism_matters(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Reading a checkpoint without one of its mechanisms gives other logits: no test can pass by ignoring it."""
     folder = tiny_checkpoint("k3")
     ids = list(range(300, 330))
@@ -185,7 +188,7 @@ def test_every_k3_mechanism_matters(tiny_checkpoint, tmp_path: Path) -> None:
         assert difference > (1e-8 if what == "renormalisation" else 1e-6), f"{what}: {difference}"
 
 
-def test_packed_experts_reach_the_ends_of_the_scale_range(tiny_checkpoint) -> None:
+def test_packed_experts_reach_the_ends_of_the_scale_range(tiny_checkpoint: Callable[..., Path]) -> None:
     checkpoint = ref.Checkpoint(tiny_checkpoint("k3"))
     stem = "model.layers.1.block_sparse_moe.experts.0.w1"
     scales = checkpoint.stored(f"{stem}.weight_scale")
@@ -268,7 +271,7 @@ def test_special_tokens_have_the_released_ids(arch: str) -> None:
 
 
 @pytest.mark.parametrize("defect", tiny.DEFECTS)
-def test_defect_changes_a_good_checkpoint(tmp_path: Path, tiny_checkpoint, defect: str) -> None:
+def test_defect_changes_a_good_checkpoint(tmp_path: Path, tiny_checkpoint: Callable[..., Path], defect: str) -> None:
     """Each defect writes a folder that differs from the good one, and has a description of its own."""
     arch = defect_arch(defect) or "kimi-k3"
     good = digests(tiny_checkpoint("k3" if arch == "kimi-k3" else "kl"))
@@ -276,7 +279,7 @@ def test_defect_changes_a_good_checkpoint(tmp_path: Path, tiny_checkpoint, defec
     assert list(tiny.DEFECTS.values()).count(tiny.DEFECTS[defect]) == 1
 
 
-def test_defects_are_what_they_say(tmp_path: Path, tiny_checkpoint) -> None:
+def test_defects_are_what_they_say(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
     """A sample, looked up in the files."""
     count = iter(range(1000))
     good = names(tiny_checkpoint("k3"))
@@ -334,7 +337,7 @@ def test_mutate_and_resized(tmp_path: Path) -> None:
     """The tool for defects without a name: one axis of one tensor off by one."""
     name = "model.layers.0.mlp.down_proj.weight"
 
-    def wider(checkpoint) -> None:
+    def wider(checkpoint: Checkpoint) -> None:
         checkpoint.set(name, checkpoint.get(name).resized(1, 1))
 
     folder = tiny.write_checkpoint(tmp_path / "m", mutate=wider)

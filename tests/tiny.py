@@ -22,12 +22,11 @@ import numpy as np
 
 import tiny_vocab
 from tiny_defects import DEFECTS, apply_to_checkpoint, apply_to_files, defect_arch
-from tiny_files import Checkpoint, HfTensor
+from tiny_files import ABSENT, Checkpoint, HfTensor
 
 __all__ = ["ABSENT", "DEFECTS", "PRESETS", "build_checkpoint", "config_for", "preset_arch", "write_checkpoint"]
 
 ARCHS = ("kimi-k3", "kimi-linear")
-ABSENT = object()  # as the value of an override: leave the key out of the config
 
 COMMON: dict[str, Any] = {
     "dtype": "bfloat16",

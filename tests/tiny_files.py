@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+ABSENT = object()  # stands for a config key that is left out
 ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny_files import Checkpoint
+from tiny_files import ABSENT, Checkpoint
 
-from .registry import K3, KL, REMOVED, config_defect, defect, file_defect
+from .registry import K3, KL, config_defect, defect, file_defect
 
 NEEDED = (
     "hidden_size",
@@ -31,9 +31,9 @@ NEEDED_BY_K3 = (
     "mla_use_output_gate",
 )
 for _key in NEEDED:
-    config_defect(f"no_{_key.split('.')[-1]}", f"the config lacks {_key}", _key, REMOVED)
+    config_defect(f"no_{_key.split('.')[-1]}", f"the config lacks {_key}", _key, ABSENT)
 for _key in NEEDED_BY_K3:
-    config_defect(f"no_{_key}", f"the config lacks {_key}, the tensors that need it are there", _key, REMOVED, K3)
+    config_defect(f"no_{_key}", f"the config lacks {_key}, the tensors that need it are there", _key, ABSENT, K3)
 
 _KERNEL = "linear_attn_config.short_conv_kernel_size"
 config_defect("conv_kernel_1", "short_conv_kernel_size 1 (needs at least 2)", _KERNEL, 1)
@@ -67,9 +67,7 @@ config_defect(
 )
 config_defect("situ_beta_zero", "activation_situ_beta 0", "activation_situ_beta", 0.0, K3)
 config_defect("block_size_zero", "attn_res_block_size 0, the score vectors are there", "attn_res_block_size", 0, K3)
-config_defect(
-    "latent_differs", "routed_expert_hidden_size 64, weights have 32", "routed_expert_hidden_size", 64, K3
-)
+config_defect("latent_differs", "routed_expert_hidden_size 64, weights have 32", "routed_expert_hidden_size", 64, K3)
 config_defect("softmax_router", "moe_router_activation_func softmax", "moe_router_activation_func", "softmax")
 config_defect("not_renormalized", "moe_renormalize false", "moe_renormalize", False, KL)
 config_defect("expert_groups", "num_expert_group 2", "num_expert_group", 2)

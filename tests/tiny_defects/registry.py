@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_files import Checkpoint
+from tiny_files import ABSENT, Checkpoint
 
 Edit = Callable[[Checkpoint], None]
 FileEdit = Callable[[Checkpoint, Path], None]
@@ -24,7 +24,6 @@ DEFECTS: dict[str, str] = {}
 _DEFECTS: dict[str, Defect] = {}
 K3 = "kimi-k3"
 KL = "kimi-linear"
-REMOVED = object()
 
 
 def defect(line: str, arch: str | None = None) -> Callable[[Edit], Edit]:
@@ -52,7 +51,7 @@ def file_defect(line: str, arch: str | None = None) -> Callable[[FileEdit], File
 def config_defect(name: str, line: str, key: str, value: Any, arch: str | None = None) -> None:
     """Register a wrong value of one config key, the tensors staying as they were.
 
-    ``key`` may be dotted, as in ``linear_attn_config.head_dim``; a value of ``REMOVED`` takes the key out.
+    ``key`` may be dotted, as in ``linear_attn_config.head_dim``; a value of ``ABSENT`` takes the key out.
     """
 
     def edit(checkpoint: Checkpoint) -> None:
@@ -60,7 +59,7 @@ def config_defect(name: str, line: str, key: str, value: Any, arch: str | None =
         config = checkpoint.text
         for parent in parents:
             config = config[parent]
-        if value is REMOVED:
+        if value is ABSENT:
             del config[last]
         else:
             config[last] = value
