@@ -1,0 +1,61 @@
+// The CPU device: kernels of the best instruction set of this processor on a thread pool.
+#pragma once
+
+#include "backend/host.h"
+#include "base/cpu.h"
+#include "base/threads.h"
+#include "cpu/kernels.h"
+
+namespace delta {
+
+class CpuBackend final : public HostBackend {
+   public:
+    explicit CpuBackend(const BackendOptions& options);
+
+    void describe(delta_device_info& info) const override;
+    int32_t n_threads() const override { return pool.n_threads(); }
+    void check_op(const Op& op) const override;
+    size_t workspace_bytes(const Op& op, int32_t n_batch) const override;
+
+    // How the input of a product with `w` is given to the kernels: float32 unless the weights are integers and the activation
+    // policy allows to round.
+    CpuInput input_kind(const Weight& w) const;
+
+    // Calls f(begin, end, thread) until all of 0 .. n - 1 are done. `cost` is the work of one item, in multiplications or the like:
+    // below some thousands in all, waking a thread takes longer than doing it.
+    template <class F>
+    void parallel(int64_t n, int64_t cost, F&& f) {
+        constexpr int64_t kWorthAThread = 16384;
+        const int64_t share = n / (int64_t{4} * pool.n_threads());
+        pool.parallel_for(n, std::max<int64_t>({1, share, kWorthAThread / std::max<int64_t>(cost, 1)}), f);
+    }
+
+    ThreadPool pool;
+    CpuKernels kernels;
+    delta_activations activations;
+};
+
+// The kernels' number of a tensor type; kCpuTypes if there are none for it.
+CpuType cpu_type(const TypeInfo& type);
+
+// Takes arrays from a workspace, or, made without one, adds up what would be taken: an op describes its scratch once, for the plan
+// and for the run.
+class Workspace {
+   public:
+    explicit Workspace(void* data = nullptr) : data_(static_cast<uint8_t*>(data)) {}
+
+    template <class T>
+    T* take(size_t n) {
+        constexpr size_t kAlign = 64;
+        T* array = data_ == nullptr ? nullptr : reinterpret_cast<T*>(data_ + used_);
+        used_ += (n * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+        return array;
+    }
+    size_t used() const { return used_; }
+
+   private:
+    uint8_t* data_;
+    size_t used_ = 0;
+};
+
+}  // namespace delta

@@ -1,0 +1,115 @@
+// The table of CPU kernels. Everything that is compiled per instruction set is reached through it, and only through it.
+//
+// Included by the ISA files, which may include nothing of the engine but this and simd.h: a shared inline function would be compiled
+// once per ISA, and the linker could keep the copy that the running processor cannot execute.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace delta {
+
+// Encodings of weights that kernels exist for.
+enum CpuType { kF32, kF16, kBF16, kQ8_0, kMXFP4, kCpuTypes };
+
+// Encodings of the other factor of a product.
+//   kInputF32   n floats
+//   kInputI16   n int16, then n / 32 float scales: value = scales[i / 32] * q[i]
+//   kInputI8    n int8, then the scales
+enum CpuInput { kInputF32, kInputI16, kInputI8, kCpuInputs };
+
+constexpr int32_t kInputBlock = 32;   // values that share a scale
+constexpr int32_t kMaxDotRows = 16;   // inputs per call of a DotFn
+constexpr int32_t kKdaChunk = 16;     // tokens per call of kda_chunk
+constexpr int32_t kKeyBlock = 32;     // cached positions per call of attend
+
+// out[j][i] = <w_i, x_j> for n_w encoded rows, w_stride bytes apart, and n_x <= kMaxDotRows inputs of n columns. Every value is
+// summed in an order that depends on n alone: neither n_w nor n_x nor the neighbours change a bit of it.
+using DotFn = void (*)(const uint8_t* w, size_t w_stride, int32_t n_w, const void* const* x, int32_t n_x, int64_t n,
+                       float* const* out);
+
+// Tokens of one KDA head, after kda_prepare. Rows are `pad` floats apart, zero from column d on.
+struct KdaRows {
+    float* q;      // [n, pad] normalised, times 1 / sqrt(d)
+    float* k;      // [n, pad] normalised
+    float* decay;  // [n, pad] exp(g)
+};
+
+// What one head does with a range of its state's rows. `state`, `v` and `o` point at the first row of the range.
+struct KdaCall {
+    float* state;        // [n_v, d]
+    const float* v;      // [n, v_stride]
+    float* o;            // [n, v_stride]
+    const float* beta;   // [n] after the sigmoid
+    int64_t v_stride;
+    int32_t n;           // tokens; at most kKdaChunk for kda_chunk
+    int32_t n_v;
+    int32_t d;
+    int32_t pad;         // kda_pad(d)
+    KdaRows rows;
+    float* scratch;      // kda_chunk: kda_scratch_floats(d, n_v)
+};
+
+// Widest vectors are 16 lanes, so that one padding serves every ISA.
+constexpr int32_t kPad = 16;
+constexpr int32_t pad_to_lanes(int32_t n) { return (n + kPad - 1) / kPad * kPad; }
+constexpr int64_t kda_scratch_floats(int32_t d, int32_t n_v) {
+    return int64_t{kKdaChunk} * (3 * pad_to_lanes(d) + 2 * pad_to_lanes(n_v)) + pad_to_lanes(d) + 2 * kKdaChunk * kKdaChunk;
+}
+
+// A block of cached rows met by the queries of several heads; online softmax. `best` starts at -infinity, `sum` and `y` at 0.
+struct AttendCall {
+    const float* keys;      // [n_keys, pad]: latent, then the rest, zero from column `width` on
+    const float* queries;   // [n_heads, pad]
+    float* y;               // [n_heads, pad] unnormalised
+    float* best;            // [n_heads]
+    float* sum;             // [n_heads]
+    float* scores;          // [n_heads, kKeyBlock] scratch
+    int32_t n_keys;         // at most kKeyBlock
+    int32_t n_heads;        // at most kMaxDotRows
+    int32_t latent;
+    int32_t pad;
+    float scale;
+};
+
+struct CpuKernels {
+    const char* isa;
+    int32_t width;  // float lanes
+
+    DotFn dot[kCpuInputs][kCpuTypes];                                                       // null: no such product
+    void (*widen[kCpuTypes])(const uint8_t* src, float* dst, int64_t n);                    // n: whole blocks
+    // Rounds n values, whole blocks of kInputBlock; null for kInputF32. NaN and infinity make the scale of their block NaN.
+    void (*quantize[kCpuInputs])(const float* x, int64_t n, void* q, float* scales);
+
+    void (*add)(const float* a, const float* b, int64_t n, float* y);
+    void (*mul_sigmoid)(const float* a, const float* b, int64_t n, float* y);               // a * sigmoid(b)
+    void (*sigmoid)(const float* x, int64_t n, float* y);
+    void (*silu_mul)(const float* g, const float* u, int64_t n, float* y);                  // g * sigmoid(g) * u
+    // beta * tanh(g / beta) * sigmoid(g) * v, v = linear_beta * tanh(u / linear_beta), or u if linear_beta <= 0
+    void (*situ_mul)(const float* g, const float* u, int64_t n, float beta, float linear_beta, float* y);
+    void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* y);
+    void (*gated_norm)(const float* x, const float* gate, const float* w, int64_t n, float eps, float* y);
+    double (*rms_dot)(const float* x, const float* w, int64_t n, float eps);                // <x / rms(x), w>
+    // sum over i of weight[i] * x[i], added in this order
+    void (*weighted_sum)(const float* const* x, const float* weight, int32_t n_x, int64_t n, float* y);
+    // silu(sum over j of w[j * w_stride + c] * x[j][c])
+    void (*conv)(const float* const* x, const float* w, int64_t w_stride, int32_t taps, int64_t n, float* y);
+    void (*gate_softplus)(const float* f, const float* dt, float a, int64_t n, float* g);   // a * softplus(f + dt)
+    // lower_bound * sigmoid(-a * (f + dt))
+    void (*gate_bounded)(const float* f, const float* dt, float a, float lower_bound, int64_t n, float* g);
+
+    void (*kda_prepare)(const float* q, const float* k, const float* g, int64_t stride, int32_t n, int32_t d, const KdaRows& rows);
+    void (*kda_step)(const KdaCall& call);    // token by token
+    void (*kda_chunk)(const KdaCall& call);   // all tokens at once
+    void (*attend)(const AttendCall& call);
+};
+
+void kernels_init_generic(CpuKernels& kernels);
+#if defined(__x86_64__)
+void kernels_init_avx2(CpuKernels& kernels);
+#endif
+// In the test library only: kernels.inc at other widths, on whatever the compiler's vector extensions make of them.
+void kernels_init_width8(CpuKernels& kernels);
+void kernels_init_width16(CpuKernels& kernels);
+
+}  // namespace delta

@@ -1,0 +1,81 @@
+// linear and head_linear, and what other products share with them.
+#include <algorithm>
+
+#include "cpu/ops.h"
+#include "cpu/product.h"
+
+namespace delta {
+namespace {
+
+constexpr int64_t kRowBlock = 64;              // input rows of one item
+constexpr int64_t kWeightBytes = 256 * 1024;   // weights of one item: they are read once per kMaxDotRows input rows, from the cache
+
+// One encoded row per token and head; linear is head_linear with one head.
+struct LinearCall {
+    const Weight& w;
+    int64_t stride;  // floats from one head's input to the next
+
+    explicit LinearCall(const Op& op)
+        : w(*op.w[0]), stride(op.kind == OpKind::HeadLinear ? op.get<HeadLinearParams>().stride : w.cols) {}
+};
+
+}  // namespace
+
+size_t rounded_row_bytes(CpuInput kind, int64_t n) {
+    constexpr size_t kAlign = 64;
+    if (kind == kInputF32) {
+        return 0;
+    }
+    const size_t value_bytes = kind == kInputI16 ? 2 : 1;
+    const size_t bytes = static_cast<size_t>(n) * value_bytes + static_cast<size_t>(n / kInputBlock) * sizeof(float);
+    return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
+Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_rows, int64_t x_stride, int64_t n, uint8_t* buffer) {
+    if (kind == kInputF32) {
+        return {kind, reinterpret_cast<const uint8_t*>(x), static_cast<size_t>(x_stride) * sizeof(float)};
+    }
+    const size_t row_bytes = rounded_row_bytes(kind, n);
+    const size_t value_bytes = kind == kInputI16 ? 2 : 1;
+    self.parallel(n_rows, n, [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t i = begin; i < end; ++i) {
+            uint8_t* row = buffer + static_cast<size_t>(i) * row_bytes;
+            self.kernels.quantize[kind](x + i * x_stride, n, row, reinterpret_cast<float*>(row + static_cast<size_t>(n) * value_bytes));
+        }
+    });
+    return {kind, buffer, row_bytes};
+}
+
+void cpu_linear(HostBackend& host, const OpCall& c) {
+    auto& self = static_cast<CpuBackend&>(host);
+    const LinearCall call(*c.op);
+    const Weight& w = call.w;
+    const Inputs x = round_inputs(self, self.input_kind(w), c.in[0], c.n_rows * w.mats, call.stride, w.cols,
+                                  static_cast<uint8_t*>(c.workspace));
+
+    // Items are (matrix, weight rows, input rows): all input rows meet a stretch of weights before the next stretch is begun.
+    const int64_t row_blocks = (c.n_rows + kRowBlock - 1) / kRowBlock;
+    const int64_t fair = w.mats * w.rows * row_blocks / (int64_t{8} * self.n_threads());
+    const int64_t cached = std::max<int64_t>(kWeightBytes / static_cast<int64_t>(w.row_bytes()), 8);
+    const int64_t chunk = (std::clamp<int64_t>(fair, 1, cached) + 3) / 4 * 4;
+    const int64_t chunks = (w.rows + chunk - 1) / chunk;
+    const int64_t rows_per_item = std::min<int64_t>(c.n_rows, kRowBlock);
+    self.parallel(w.mats * chunks * row_blocks, chunk * rows_per_item * w.cols, [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t item = begin; item < end; ++item) {
+            const int64_t mat = item / (chunks * row_blocks);
+            const int64_t first = item / row_blocks % chunks * chunk;
+            const int64_t row = item % row_blocks * kRowBlock;
+            multiply_rows(
+                self.kernels, w, mat, first, std::min(chunk, w.rows - first), x, std::min<int64_t>(kRowBlock, c.n_rows - row),
+                [&](int64_t j) { return (row + j) * w.mats + mat; },
+                [&](int64_t j) { return c.out + ((row + j) * w.mats + mat) * w.rows + first; });
+        }
+    });
+}
+
+size_t cpu_linear_workspace(const CpuBackend& self, const Op& op, int32_t n_rows) {
+    const Weight& w = *op.w[0];
+    return static_cast<size_t>(n_rows * w.mats) * rounded_row_bytes(self.input_kind(w), w.cols);
+}
+
+}  // namespace delta

@@ -1,0 +1,41 @@
+// What the ops that multiply with encoded weights share: inputs in the form that kernels read.
+#pragma once
+
+#include "cpu/cpu_backend.h"
+
+namespace delta {
+
+// Rows of n values, float32 or rounded to integers.
+struct Inputs {
+    CpuInput kind;
+    const uint8_t* data;
+    size_t stride;  // bytes from one row to the next
+
+    const void* row(int64_t i) const { return data + static_cast<size_t>(i) * stride; }
+};
+
+// Bytes of one row of n rounded values; 0 for float32, which is used where it is.
+size_t rounded_row_bytes(CpuInput kind, int64_t n);
+
+// Rows x + i * x_stride (in floats) of n values. `buffer`: n_rows * rounded_row_bytes().
+Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_rows, int64_t x_stride, int64_t n, uint8_t* buffer);
+
+// out[j][i] = <row first + i of matrix mat, x_j> for n_w weight rows and any number n_x of inputs and outputs, given by index:
+// input(j) is a row of `x`, output(j) the address of the results.
+template <class InputOf, class OutputOf>
+void multiply_rows(const CpuKernels& k, const Weight& w, int64_t mat, int64_t first, int64_t n_w, const Inputs& x, int64_t n_x,
+                   const InputOf& input, const OutputOf& output) {
+    const DotFn dot = k.dot[x.kind][cpu_type(*w.type)];
+    const void* inputs[kMaxDotRows];
+    float* outputs[kMaxDotRows];
+    for (int64_t j = 0; j < n_x; j += kMaxDotRows) {
+        const auto n = static_cast<int32_t>(std::min<int64_t>(kMaxDotRows, n_x - j));
+        for (int32_t i = 0; i < n; ++i) {
+            inputs[i] = x.row(input(j + i));
+            outputs[i] = output(j + i);
+        }
+        dot(w.row(mat, first), w.row_bytes(), static_cast<int32_t>(n_w), inputs, n, w.cols, outputs);
+    }
+}
+
+}  // namespace delta

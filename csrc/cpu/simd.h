@@ -1,0 +1,156 @@
+// Vectors of SIMD_WIDTH floats (4, 8 or 16) on the compiler's vector extensions, and the functions of one variable that kernels
+// need. Included once by each ISA file, after SIMD_WIDTH is defined; everything has internal linkage.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace delta {
+namespace {
+
+constexpr int kWidth = SIMD_WIDTH;
+
+typedef float Vec __attribute__((vector_size(4 * SIMD_WIDTH)));
+typedef double DoubleVec __attribute__((vector_size(8 * SIMD_WIDTH)));
+typedef int32_t IVec __attribute__((vector_size(4 * SIMD_WIDTH)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * SIMD_WIDTH)));
+typedef int8_t ByteVec __attribute__((vector_size(SIMD_WIDTH)));
+
+// Reinterprets bits.
+template <class To, class From>
+inline To bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+inline Vec splat(float x) { return x - Vec{}; }
+inline IVec isplat(int32_t x) { return x - IVec{}; }
+
+template <class V = Vec>
+inline V load(const void* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+// The first n lanes; the others are zero, or left alone.
+inline Vec load_part(const float* p, int64_t n) {
+    Vec v = {};
+    memcpy(&v, p, static_cast<size_t>(n) * sizeof(float));
+    return v;
+}
+inline void store_part(float* p, Vec v, int64_t n) { memcpy(p, &v, static_cast<size_t>(n) * sizeof(float)); }
+
+// a * b + c; rounded once where the ISA has such an instruction. Written out, because contraction is off: it would be up to the
+// compiler whether two copies of a loop round alike.
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__FMA__) && SIMD_WIDTH == 8
+    return bits<Vec>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#else
+    return a * b + c;
+#endif
+}
+
+// Halves added pairwise, always in this order.
+inline float sum(Vec v) {
+    float lanes[kWidth];
+    memcpy(lanes, &v, sizeof v);
+    for (int step = kWidth / 2; step > 0; step /= 2) {
+        for (int i = 0; i < step; ++i) {
+            lanes[i] += lanes[i + step];
+        }
+    }
+    return lanes[0];
+}
+
+inline Vec magnitude(Vec x) { return bits<Vec>(bits<IVec>(x) & isplat(0x7fffffff)); }
+
+inline float half_to_float(uint16_t h) {
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    const uint32_t magnitude_bits = (h & 0x7fffU) << 13;
+    // Scaling by 2^112 moves the exponent and normalises subnormals; infinity and NaN keep their all-ones exponent.
+    const float scaled = (h & 0x7c00U) == 0x7c00U ? bits<float>(magnitude_bits | 0x7f800000U) : bits<float>(magnitude_bits) * 0x1p112F;
+    return bits<float>(bits<uint32_t>(scaled) | (h & 0x8000U) << 16);
+#endif
+}
+
+inline Vec half_to_float(HalfVec h) {
+#if defined(__F16C__) && SIMD_WIDTH == 8
+    return bits<Vec>(_mm256_cvtph_ps(bits<__m128i>(h)));
+#else
+    const IVec wide = __builtin_convertvector(h, IVec);
+    const IVec magnitude_bits = (wide & 0x7fff) << 13;
+    const IVec special = (wide & 0x7c00) == 0x7c00;
+    const IVec scaled = bits<IVec>(bits<Vec>(magnitude_bits) * 0x1p112F);
+    return bits<Vec>((special ? magnitude_bits | 0x7f800000 : scaled) | (wide & 0x8000) << 16);
+#endif
+}
+
+inline Vec bf16_to_float(HalfVec h) { return bits<Vec>(__builtin_convertvector(h, IVec) << 16); }
+
+// Nearest integer, ties to even, for |x| < 2^22.
+inline IVec round_to_int(Vec x) {
+    const Vec shifted = x + 0x1.8p23F;
+    return bits<IVec>(shifted) - bits<IVec>(splat(0x1.8p23F));
+}
+
+// e^x within 2 ulp, 0 and infinity at the ends, NaN for NaN.
+inline Vec exp(Vec x) {
+    // Comparisons are written so that NaN passes through.
+    x = x > 89.0F ? splat(89.0F) : x;
+    x = x < -105.0F ? splat(-105.0F) : x;
+    const Vec n = (x * 0x1.715476p0F + 0x1.8p23F) - 0x1.8p23F;
+    // x - n ln 2 in two parts; the first has 9 bits to spare, so n times it is exact.
+    const Vec r = fma(n, splat(-0x1.7f7d1cp-20F), fma(n, splat(-0x1.62e4p-1F), x));
+    Vec p = splat(1.0F / 5040);
+    p = fma(p, r, splat(1.0F / 720));
+    p = fma(p, r, splat(1.0F / 120));
+    p = fma(p, r, splat(1.0F / 24));
+    p = fma(p, r, splat(1.0F / 6));
+    p = fma(p, r, splat(0.5F));
+    p = fma(p * r, r, r) + 1.0F;
+    // 2^n in two steps: n reaches 128 and -151, beyond the exponents of a float.
+    const IVec ni = round_to_int(n);
+    const IVec half = ni >> 1;
+    return p * bits<Vec>((half + 127) << 23) * bits<Vec>((ni - half + 127) << 23);
+}
+
+inline Vec sigmoid(Vec x) { return 1.0F / (1.0F + exp(-x)); }
+
+inline Vec tanh(Vec x) {
+    const Vec t = magnitude(x);
+    const Vec z = x * x;
+    // Near 0 a convergent of Lambert's continued fraction x / (1 + z / (3 + z / (5 + ...))): relative error below 1e-8 here.
+    const Vec small = x * fma(z + 105.0F, z, splat(945.0F)) / fma(fma(splat(15.0F), z, splat(420.0F)), z, splat(945.0F));
+    const Vec large = 1.0F - 2.0F / (exp(2.0F * t) + 1.0F);
+    const Vec signed_large = bits<Vec>(bits<IVec>(large) | (bits<IVec>(x) & INT32_MIN));
+    return t < 0.625F ? small : signed_large;
+}
+
+// log(1 + e^x) = max(x, 0) + log1p(y), y = e^-|x|; log1p(y) = 2 artanh(s), s = y / (2 + y) <= 1/3, as its power series.
+inline Vec softplus(Vec x) {
+    const Vec y = exp(-magnitude(x));
+    const Vec s = y / (2.0F + y);
+    const Vec z = s * s;
+    Vec p = splat(1.0F / 15);
+    p = fma(p, z, splat(1.0F / 13));
+    p = fma(p, z, splat(1.0F / 11));
+    p = fma(p, z, splat(1.0F / 9));
+    p = fma(p, z, splat(1.0F / 7));
+    p = fma(p, z, splat(1.0F / 5));
+    p = fma(p, z, splat(1.0F / 3));
+    p = 2.0F * fma(p * z, s, s);
+    return (x > 0.0F ? x : Vec{}) + p;
+}
+
+}  // namespace
+}  // namespace delta
