@@ -16,6 +16,7 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+import conversion  # noqa: E402
 import tiny  # noqa: E402
 
 SEED_VARIABLE = "DELTALLAMA_TEST_SEED"
@@ -43,6 +44,21 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return written[key]
 
     return factory
+
+
+@pytest.fixture(scope="session")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``gguf(model_dir, outtype)`` converts once per session and returns the file. Shared: tests only read it."""
+    folder = tmp_path_factory.mktemp("gguf")
+    done: dict[tuple[Path, str], Path] = {}
+
+    def convert(model_dir: Path, outtype: str = "f32") -> Path:
+        key = (model_dir, outtype)
+        if key not in done:
+            done[key] = conversion.convert(model_dir, outfile=folder / f"{len(done)}.gguf", outtype=outtype)
+        return done[key]
+
+    return convert
 
 
 def session_seed() -> int:

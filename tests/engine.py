@@ -59,6 +59,13 @@ class Engine:
             item.logits = self.lib.DELTA_LOGITS_ALL
         native.check(self.lib.delta_eval_batch(self.model, array, len(items)))
 
+    def stats(self) -> dict[str, int]:
+        """delta_model_stats."""
+        return _stats(self.ffi, self.lib.delta_model_stats, self.model)
+
+    def cancel(self) -> None:
+        self.lib.delta_model_cancel(self.model)
+
     def logits(self, tokens: Sequence[int], pieces: Sequence[int] | None = None) -> np.ndarray:
         """[n, vocab] of a fresh session, evaluated in pieces of the given lengths (the rest in one)."""
         session = self.session()
@@ -115,6 +122,51 @@ class Session:
         native.check(self.lib.delta_session_sync(self.handle, list(map(int, tokens)), len(tokens), null, null, result))
         return {name: int(getattr(result, name)) for name in ("n_reused", "n_computed", "n_replayed")}
 
+    def truncate(self, length: int) -> None:
+        native.check(self.lib.delta_session_truncate(self.handle, length))
+
+    def checkpoint(self) -> None:
+        native.check(self.lib.delta_session_checkpoint(self.handle))
+
+    def fork(self) -> Session:
+        out = self.ffi.new("delta_session **")
+        native.check(self.lib.delta_session_fork(self.handle, out))
+        return Session(self.engine, out[0])
+
+    def save(self, path: Path) -> None:
+        native.check(self.lib.delta_session_save(self.handle, str(path).encode()))
+
+    def load(self, path: Path) -> None:
+        native.check(self.lib.delta_session_load(self.handle, str(path).encode()))
+
+    def stats(self) -> dict[str, int]:
+        """delta_session_stats."""
+        return _stats(self.ffi, self.lib.delta_session_stats, self.handle)
+
+    def sample(self, *, logit_bias: dict[int, float] | None = None, allow: Sequence[int] | None = None, **params: float) -> int:
+        """A token; `allow` is a list of ids that becomes the token mask, other keywords are fields of delta_sampling_params."""
+        p = self.ffi.new("delta_sampling_params *")
+        self.lib.delta_sampling_params_init(p)
+        for name, value in params.items():
+            setattr(p, name, value)
+        bias = self.ffi.new("delta_token_bias[]", list((logit_bias or {}).items()))
+        p.logit_bias, p.n_logit_bias = bias, len(bias)
+        mask = self.ffi.NULL
+        if allow is not None:
+            bits = np.zeros((self.engine.n_vocab + 31) // 32 * 32, np.uint8)
+            bits[list(allow)] = 1
+            mask = self.ffi.new("uint32_t[]", np.packbits(bits, bitorder="little").view("<u4").tolist())
+        p.token_mask = mask
+        token = self.ffi.new("int32_t *")
+        native.check(self.lib.delta_session_sample(self.handle, p, token))
+        return int(token[0])
+
+    def top(self, n: int, row: int = -1) -> list[tuple[int, float, float]]:
+        """(token, logit, log-probability), best first."""
+        out = self.ffi.new("delta_top_token[]", n)
+        native.check(self.lib.delta_session_top(self.handle, row, out, n))
+        return [(int(t.token), float(t.logit), float(t.logprob)) for t in out]
+
     def kept(self) -> np.ndarray:
         """Logits of all rows the last evaluation kept."""
         rows = range(self.lib.delta_session_logits_count(self.handle))
@@ -135,6 +187,13 @@ class Session:
         return out
 
     @property
+    def tokens(self) -> list[int]:
+        """The timeline."""
+        out, n = self.ffi.new("int32_t[]", max(1, self.length)), self.ffi.new("size_t *")
+        native.check(self.lib.delta_session_tokens(self.handle, out, self.length, n))
+        return list(out[0 : n[0]])
+
+    @property
     def length(self) -> int:
         return int(self.lib.delta_session_length(self.handle))
 
@@ -143,3 +202,10 @@ class Session:
             native.check(self.lib.delta_session_free(self.handle))
             self.engine.sessions.remove(self)
             self.handle = None
+
+
+def _stats(ffi: Any, function: Any, handle: Any) -> dict[str, int]:
+    stats = ffi.new("delta_stats *")
+    stats.size = ffi.sizeof("delta_stats")
+    native.check(function(handle, stats))
+    return {name: int(getattr(stats, name)) for name, _ in ffi.typeof("delta_stats").fields if name != "size"}

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import conversion
 import native
 import reference as ref
 from engine import Engine
@@ -17,21 +16,6 @@ from engine import Engine
 EXACT = 1e-10  # normalised mean squared error of the logits of one position
 SPLIT = 1e-9  # the same between two ways to cut the input
 ROUTER_GAP = 1e-5  # positions after a closer decision of a router are left out, and counted
-
-
-@pytest.fixture(scope="session")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``gguf(model_dir, outtype)`` converts once per session."""
-    folder = tmp_path_factory.mktemp("gguf")
-    done: dict[tuple[Path, str], Path] = {}
-
-    def convert(model_dir: Path, outtype: str = "f32") -> Path:
-        key = (model_dir, outtype)
-        if key not in done:
-            done[key] = conversion.convert(model_dir, outfile=folder / f"{len(done)}.gguf", outtype=outtype)
-        return done[key]
-
-    return convert
 
 
 def nmse_rows(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
