@@ -143,8 +143,10 @@ class Session:
         """delta_session_stats."""
         return _stats(self.ffi, self.lib.delta_session_stats, self.handle)
 
-    def sample(self, *, logit_bias: dict[int, float] | None = None, allow: Sequence[int] | None = None, **params: float) -> int:
-        """A token; `allow` is a list of ids that becomes the token mask, other keywords are fields of delta_sampling_params."""
+    def sample(
+        self, *, logit_bias: dict[int, float] | None = None, allow: Sequence[int] | None = None, **params: float
+    ) -> int:
+        """A token. `allow`: the ids of the token mask; other keywords are fields of delta_sampling_params."""
         p = self.ffi.new("delta_sampling_params *")
         self.lib.delta_sampling_params_init(p)
         for name, value in params.items():
