@@ -1,0 +1,693 @@
+"""GGUF reader, writer, row quantization and dump: round trips, the PyPI package as witness, hostile files, full disks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from gguf_ext import GGUFError, GGUFReader, Plan, PlannedTensor
+from gguf_ext import dump as dump_module
+from gguf_ext import writer as writer_module
+from gguf_ext.constants import GGMLQuantizationType as T
+from gguf_ext.constants import GGUFValueType as V
+from gguf_ext.quants import can_quantize, quantize_rows
+
+FIELDS: list[tuple[str, Any, V, V | None]] = [
+    ("general.architecture", "test", V.STRING, None),
+    ("a.u8", 200, V.UINT8, None),
+    ("a.i8", -100, V.INT8, None),
+    ("a.u16", 60000, V.UINT16, None),
+    ("a.i16", -30000, V.INT16, None),
+    ("a.u32", 4_000_000_000, V.UINT32, None),
+    ("a.i32", -2_000_000_000, V.INT32, None),
+    ("a.u64", 2**63 + 5, V.UINT64, None),
+    ("a.i64", -(2**62), V.INT64, None),
+    ("a.f32", 0.5, V.FLOAT32, None),
+    ("a.f64", 0.1, V.FLOAT64, None),
+    ("a.true", True, V.BOOL, None),
+    ("a.text", "naïve 你好", V.STRING, None),
+    ("a.empty", "", V.STRING, None),
+    ("b.strings", ["a", "", "Ġthe"], V.ARRAY, V.STRING),
+    ("b.ints", [0, 1, -1], V.ARRAY, V.INT32),
+    ("b.floats", [0.5, -2.0], V.ARRAY, V.FLOAT32),
+    ("b.bools", [True, False], V.ARRAY, V.BOOL),
+]
+
+
+def tensor(name: str, values: np.ndarray, type_: T = T.F32) -> PlannedTensor:
+    """A planned tensor that is produced row by row."""
+    rows = values.reshape(-1, values.shape[-1])
+
+    def produce() -> Iterator[np.ndarray]:
+        for number in range(len(rows)):
+            yield quantize_rows(rows[number : number + 1].astype(np.float32), type_, name, number)
+
+    return PlannedTensor(name, values.shape[::-1], type_, produce)
+
+
+def example_plan(rng: np.random.Generator) -> tuple[Plan, dict[str, np.ndarray]]:
+    plan = Plan()
+    for key, value, type_, element in FIELDS:
+        plan.add_field(key, value, type_, element)
+    values = {
+        "one": rng.standard_normal(3),
+        "two.weight": rng.standard_normal((5, 64)),
+        "three.weight": rng.standard_normal((2, 3, 32)),
+        "four": rng.standard_normal((1, 2, 1, 4)),
+    }
+    for name, type_ in zip(values, (T.F32, T.Q8_0, T.BF16, T.F16), strict=True):
+        plan.add_tensor(tensor(name, values[name], type_))
+    return plan, values
+
+
+@pytest.fixture
+def example(tmp_path: Path, rng: np.random.Generator) -> tuple[Path, dict[str, np.ndarray]]:
+    plan, values = example_plan(rng)
+    path = tmp_path / "example.gguf"
+    assert plan.write(path) == path.stat().st_size
+    return path, values
+
+
+# ---- round trips -----------------------------------------------------------------------------------------------------
+
+
+def test_round_trip(example: tuple[Path, dict[str, np.ndarray]]) -> None:
+    path, values = example
+    with GGUFReader(path) as reader:
+        assert list(reader.fields) == [key for key, *_ in FIELDS]
+        for key, value, type_, element in FIELDS:
+            found = reader.fields[key]
+            assert (found.tolist() if isinstance(found, np.ndarray) else found) == value, key
+            assert reader.types[key] == ((type_,) if element is None else (type_, element))
+        assert list(reader.tensors) == list(values)
+        tolerance = {T.F32: 1e-7, T.F16: 1e-3, T.BF16: 1e-2, T.Q8_0: 1e-2}
+        for name, expected in values.items():
+            info = reader.tensors[name]
+            assert info.ne == expected.shape[::-1] and info.shape == expected.shape
+            assert info.offset % reader.alignment == 0
+            assert reader.data(name).nbytes == info.n_bytes
+            found = reader.dequantize(name)
+            assert found.shape == expected.shape and found.dtype == np.float32
+            np.testing.assert_allclose(found, expected, rtol=tolerance[info.type], atol=3 * tolerance[info.type])
+
+
+def test_pypi_package_reads_our_files(example: tuple[Path, dict[str, np.ndarray]]) -> None:
+    path, _ = example
+    theirs = gguf.GGUFReader(path)
+    with GGUFReader(path) as ours:
+        keys = [key for key in theirs.fields if not key.startswith("GGUF.")]
+        assert keys == list(ours.fields)
+        for key in keys:
+            found = ours.fields[key]
+            assert theirs.fields[key].contents() == (found.tolist() if isinstance(found, np.ndarray) else found), key
+        assert [t.name for t in theirs.tensors] == list(ours.tensors)
+        for t in theirs.tensors:
+            info = ours.tensors[t.name]
+            assert (t.tensor_type, t.n_bytes, t.data_offset) == (info.type, info.n_bytes, info.offset)
+            assert tuple(t.shape) == info.ne
+            assert t.data.tobytes() == ours.data(t.name).tobytes()
+
+
+def pypi_file(path: Path, rng: np.random.Generator, **options: Any) -> dict[str, np.ndarray]:
+    writer = gguf.GGUFWriter(path, "test", **options)
+    writer.add_uint32("a.number", 7)
+    writer.add_array("a.texts", ["x", "y"])
+    values = {f"t{n}.weight": rng.standard_normal((4, 32), dtype=np.float32) for n in range(5)}
+    for name, value in values.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def test_we_read_files_of_the_pypi_package(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = pypi_file(tmp_path / "a.gguf", rng)
+    with GGUFReader(tmp_path / "a.gguf") as reader:
+        assert reader.fields == {"general.architecture": "test", "a.number": 7, "a.texts": ["x", "y"]}
+        for name, value in values.items():
+            np.testing.assert_array_equal(reader.dequantize(name), value)
+
+
+def test_split_files_read_as_one(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = pypi_file(tmp_path / "a.gguf", rng, split_max_tensors=2)
+    with GGUFReader(tmp_path / "a-00001-of-00003.gguf") as reader:
+        assert len(reader.paths) == 3
+        assert reader.fields["a.number"] == 7
+        for name, value in values.items():
+            np.testing.assert_array_equal(reader.dequantize(name), value)
+
+
+def test_split_file_faults_are_named(tmp_path: Path, rng: np.random.Generator) -> None:
+    pypi_file(tmp_path / "a.gguf", rng, split_max_tensors=2)
+    parts = [tmp_path / f"a-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    with pytest.raises(GGUFError, match="part 1 of a split"):
+        GGUFReader(parts[1])
+    (tmp_path / "renamed.gguf").write_bytes(parts[0].read_bytes())
+    with pytest.raises(GGUFError, match="not named NAME-00001-of-00003.gguf"):
+        GGUFReader(tmp_path / "renamed.gguf")
+    third = parts[2].read_bytes()
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(GGUFError, match=r"split.no is 1, expected 2"):
+        GGUFReader(parts[0])
+    parts[2].unlink()
+    with pytest.raises(GGUFError, match="part 3 of 3 is missing"):
+        GGUFReader(parts[0])
+    parts[2].write_bytes(third.replace(b"t4.weight", b"t0.weight"))
+    with pytest.raises(GGUFError, match="'t0.weight' occurs twice"):
+        GGUFReader(parts[0])
+
+
+def test_a_released_vocabulary_survives(tmp_path: Path) -> None:
+    """163,840 tokens, as many merges: every string comes back."""
+    tokens = [f"Ġtoken{n}" for n in range(163_840)]
+    plan = Plan()
+    plan.add_field("tokens", tokens, V.ARRAY, V.STRING)
+    plan.add_field("merges", tokens[::-1], V.ARRAY, V.STRING)
+    plan.write(tmp_path / "v.gguf")
+    with GGUFReader(tmp_path / "v.gguf") as reader:
+        assert reader.fields["tokens"] == tokens
+        assert reader.fields["merges"] == tokens[::-1]
+
+
+def test_views_outlive_the_reader(example: tuple[Path, dict[str, np.ndarray]]) -> None:
+    path, values = example
+    reader = GGUFReader(path)
+    view = reader.data("one")
+    reader.close()
+    reader.close()
+    np.testing.assert_array_equal(view.view(np.float32), values["one"].astype(np.float32))
+    with pytest.raises(GGUFError, match="closed"):
+        reader.data("one")
+
+
+def test_unknown_tensor_and_nan_scale_are_errors(tmp_path: Path) -> None:
+    plan = Plan()
+    block = bytes([255]) + bytes(16)
+    plan.add_tensor(PlannedTensor("x", (32,), T.MXFP4, lambda: [block]))
+    plan.write(tmp_path / "x.gguf")
+    with GGUFReader(tmp_path / "x.gguf") as reader:
+        with pytest.raises(GGUFError, match="no tensor 'y'"):
+            reader.data("y")
+        with pytest.raises(GGUFError, match="tensor x: MXFP4 block with scale byte 255"):
+            reader.dequantize("x")
+
+
+# ---- hostile files ---------------------------------------------------------------------------------------------------
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def field(key: str, type_: int = 4, value: bytes = struct.pack("<I", 1)) -> bytes:
+    return text(key) + struct.pack("<I", type_) + value
+
+
+def head(name: str | bytes = "x", ne: tuple[int, ...] = (4,), type_: int = 0, offset: int = 0) -> bytes:
+    dims = struct.pack(f"<I{len(ne)}Q", len(ne), *ne)
+    return text(name) + dims + struct.pack("<IQ", type_, offset)
+
+
+def raw_file(
+    fields: list[bytes] | None = None,
+    heads: list[bytes] | None = None,
+    data: bytes = bytes(64),
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    n_heads: int | None = None,
+    n_fields: int | None = None,
+) -> bytes:
+    fields, heads = fields or [], heads or []
+    n_heads = len(heads) if n_heads is None else n_heads
+    n_fields = len(fields) if n_fields is None else n_fields
+    header = magic + struct.pack("<IQQ", version, n_heads, n_fields) + b"".join(fields) + b"".join(heads)
+    return header.ljust(-(-len(header) // 32) * 32, b"\0") + data
+
+
+def array(element: int, count: int, items: bytes = b"") -> bytes:
+    return struct.pack("<IQ", element, count) + items
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "too short"),
+    "short": (b"GGUF\3\0\0\0", "too short"),
+    "magic": (raw_file(magic=b"GGML"), "not a GGUF file"),
+    "version_1": (raw_file(version=1), "GGUF version 1, expected 2 or 3"),
+    "big_endian": (raw_file(version=3 << 24), "big-endian"),
+    "key_count_huge": (raw_file(n_fields=2**63), "9223372036854775808 keys announced"),
+    "tensor_count_huge": (raw_file(n_heads=2**64 - 1), "tensors announced"),
+    "key_empty": (raw_file([field("")]), "key number 0 is empty"),
+    "key_twice": (raw_file([field("a"), field("a")]), "key 'a' occurs twice"),
+    "key_length_huge": (raw_file([struct.pack("<Q", 2**63 - 1) + bytes(60)]), "key number 0: .* beyond the end"),
+    "key_not_utf8": (raw_file([text(b"\xff\xfe") + struct.pack("<II", 4, 1)]), "key number 0: text is not UTF-8"),
+    "value_type_unknown": (raw_file([field("a", 99)]), "key a: unknown value type 99"),
+    "text_length_huge": (raw_file([field("a", 8, struct.pack("<Q", 2**64 - 1))]), "key a: .* beyond the end"),
+    "array_nested": (raw_file([field("a", 9, array(9, 1, array(4, 0)))]), "key a: an array of arrays"),
+    "array_count_huge": (raw_file([field("a", 9, array(4, 2**62))]), "key a: array of 4611686018427387904"),
+    "array_type_unknown": (raw_file([field("a", 9, array(77, 1))]), "key a: unknown value type 77"),
+    "strings_count_huge": (raw_file([field("a", 9, array(8, 2**61))]), "key a: array of 2305843009213693952 strings"),
+    "strings_beyond_end": (
+        raw_file([field("a", 9, array(8, 2, text("ok") + struct.pack("<Q", 2**40)))]),
+        "key a: string 1 of 2 lies beyond",
+    ),
+    "strings_not_utf8": (raw_file([field("a", 9, array(8, 1, text(b"\xc0")))]), "key a: string 0 is not UTF-8"),
+    "alignment_zero": (raw_file([field("general.alignment", 4, struct.pack("<I", 0))]), "alignment is 0"),
+    "alignment_odd": (raw_file([field("general.alignment", 4, struct.pack("<I", 24))]), "alignment is 24"),
+    "alignment_text": (raw_file([field("general.alignment", 8, text("32"))]), "alignment is '32'"),
+    "name_empty": (raw_file(heads=[head("")]), "tensor number 0: name '' is empty"),
+    "name_long": (raw_file(heads=[head("n" * 64)]), "tensor number 0: .* over 63 bytes"),
+    "name_twice": (raw_file(heads=[head(), head(offset=32)]), "tensor 'x' occurs twice"),
+    "dims_none": (raw_file(heads=[head(ne=())]), "tensor x: 0 dimensions"),
+    "dims_many": (raw_file(heads=[head(ne=(1,) * 5)]), "tensor x: 5 dimensions"),
+    "dim_zero": (raw_file(heads=[head(ne=(4, 0))]), "tensor x: impossible dimensions"),
+    "dims_overflow": (raw_file(heads=[head(ne=(2**32, 2**32))]), "tensor x: impossible dimensions"),
+    "type_unknown": (raw_file(heads=[head(type_=1000)]), "tensor x: unknown type number 1000"),
+    "type_removed": (raw_file(heads=[head(type_=4)]), "tensor x: unknown type number 4"),
+    "row_not_whole_blocks": (raw_file(heads=[head(ne=(33,), type_=8)]), "tensor x: rows of 33 values"),
+    "offset_first": (raw_file(heads=[head(offset=32)]), "tensor x: offset 32, expected 0"),
+    "offset_overlap": (raw_file(heads=[head("x"), head("y", offset=0)]), "tensor y: offset 0, expected 32"),
+    "offset_huge": (raw_file(heads=[head("x"), head("y", offset=2**63)]), "tensor y: offset 9223372036854775808"),
+    "data_truncated": (raw_file(heads=[head(ne=(17,))]), "tensor x: .* the file is truncated"),
+    "size_near_2_63": (raw_file(heads=[head(ne=(2**61,))]), "tensor x: .* the file is truncated"),
+    "split_count_text": (raw_file([field("split.count", 8, text("2"))]), "split.count is '2'"),
+    "split_count_zero": (raw_file([field("split.count", 2, struct.pack("<H", 0))]), "split.count is 0"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
+    content, message = HOSTILE[name]
+    path = tmp_path / f"{name}.gguf"
+    path.write_bytes(content)
+    with pytest.raises(GGUFError, match=message):
+        GGUFReader(path)
+
+
+def test_every_truncation_is_refused(example: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    path, _ = example
+    whole = path.read_bytes()
+    with GGUFReader(path) as reader:
+        last = list(reader.tensors.values())[-1]
+    cut = tmp_path / "cut.gguf"
+    for size in range(0, last.offset + last.n_bytes, 7):
+        cut.write_bytes(whole[:size])
+        with pytest.raises(GGUFError):
+            GGUFReader(cut)
+
+
+def test_damaged_bytes_give_a_value_or_an_error(
+    example: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    path, _ = example
+    whole = np.frombuffer(path.read_bytes(), np.uint8)
+    damaged_path = tmp_path / "damaged.gguf"
+    refused = 0
+    for _ in range(400):
+        damaged = whole.copy()
+        at = rng.integers(0, 1200, size=3)
+        damaged[at] = rng.integers(0, 256, size=3)
+        damaged_path.write_bytes(damaged.tobytes())
+        try:
+            GGUFReader(damaged_path).close()
+        except GGUFError:
+            refused += 1
+    assert refused > 100
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def never() -> list[bytes]:
+    raise AssertionError("a producer ran although the plan was refused")
+
+
+@pytest.mark.parametrize(
+    ("name", "ne", "type_", "message"),
+    [
+        ("", (4,), T.F32, "has 0 bytes"),
+        ("n" * 64, (4,), T.F32, "has 64 bytes, expected 1 to 63"),
+        ("ü" * 32, (4,), T.F32, "has 64 bytes"),
+        ("x", (), T.F32, "impossible dimensions"),
+        ("x", (1,) * 5, T.F32, "impossible dimensions"),
+        ("x", (4, 0), T.F32, "impossible dimensions"),
+        ("x", (48,), T.Q8_0, "rows of 48 values are not whole Q8_0 blocks of 32"),
+        ("taken", (4,), T.F32, "taken is added twice"),
+    ],
+)
+def test_plan_refuses_tensor(name: str, ne: tuple[int, ...], type_: T, message: str) -> None:
+    plan = Plan()
+    plan.add_tensor(PlannedTensor("taken", (4,), T.F32, never))
+    with pytest.raises(GGUFError, match=message):
+        plan.add_tensor(PlannedTensor(name, ne, type_, never))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "type_", "element", "message"),
+    [
+        ("", 1, V.UINT32, None, "empty"),
+        ("taken", 1, V.UINT32, None, "added twice"),
+        ("k", -1, V.UINT32, None, "key k: the value is not UINT32"),
+        ("k", 2**32, V.UINT32, None, "key k"),
+        ("k", "1", V.UINT32, None, "key k"),
+        ("k", 1e300, V.FLOAT32, None, "key k: the value is not FLOAT32"),
+        ("k", 1, V.BOOL, None, "key k"),
+        ("k", 1, V.STRING, None, "key k: the value is not STRING"),
+        ("k", "\ud800", V.STRING, None, "key k"),
+        ("k", ["a", 1], V.ARRAY, V.STRING, "key k: the value is not ARRAY of STRING"),
+        ("k", [1], V.ARRAY, None, "key k"),
+        ("k", 5, V.ARRAY, V.UINT32, "key k"),
+    ],
+)
+def test_plan_refuses_key(key: str, value: Any, type_: V, element: V | None, message: str) -> None:
+    plan = Plan()
+    plan.add_field("taken", 1, V.UINT32)
+    with pytest.raises(GGUFError, match=message):
+        plan.add_field(key, value, type_, element)
+
+
+def test_size_and_offsets_are_known_before_writing(tmp_path: Path, rng: np.random.Generator) -> None:
+    plan, _ = example_plan(rng)
+    size = len(plan.header()) + plan.data_bytes
+    offsets = plan.offsets()
+    plan.write(tmp_path / "x.gguf")
+    assert (tmp_path / "x.gguf").stat().st_size == size
+    with GGUFReader(tmp_path / "x.gguf") as reader:
+        start = reader.tensors["one"].offset
+        assert {name: info.offset - start for name, info in reader.tensors.items()} == offsets
+
+
+def test_b26_strided_views_give_the_bytes_of_their_copies(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = rng.standard_normal((6, 10)).astype(np.float32)
+    for name, view in {"transposed": values.T, "every_second": values[::2, 1::3], "reversed": values[::-1]}.items():
+        plan = Plan()
+        plan.add_tensor(PlannedTensor("x", view.shape[::-1], T.F32, lambda view=view: [view]))
+        path = tmp_path / f"{name}.gguf"
+        plan.write(path)
+        with GGUFReader(path) as reader:
+            np.testing.assert_array_equal(reader.dequantize("x"), view.copy())
+
+
+# ---- writing: nothing half-written under a final name ----------------------------------------------------------------
+
+
+def one_tensor_plan(produce: Callable[[], Any], n: int = 64) -> Plan:
+    plan = Plan()
+    plan.add_field("general.architecture", "test", V.STRING)
+    plan.add_tensor(PlannedTensor("x", (n,), T.F32, produce))
+    return plan
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([bytes(100), bytes(100)], "tensor x: 256 bytes planned, 200 produced"),
+        ([bytes(200), bytes(100)], "tensor x: 256 bytes planned, at least 300 produced"),
+        ([], "tensor x: 256 bytes planned, 0 produced"),
+    ],
+)
+def test_wrong_amount_of_bytes_is_an_error(tmp_path: Path, chunks: list[bytes], message: str) -> None:
+    with pytest.raises(GGUFError, match=message):
+        one_tensor_plan(lambda: chunks).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_failing_producer_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    def produce() -> Iterator[bytes]:
+        yield bytes(100)
+        raise error
+
+    with pytest.raises(type(error)):
+        one_tensor_plan(produce).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == []
+
+
+def test_existing_output_needs_force(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_text("precious")
+    with pytest.raises(GGUFError, match=r"x\.gguf already exists.*--force"):
+        one_tensor_plan(never).write(path)
+    assert path.read_text() == "precious"
+    one_tensor_plan(lambda: [bytes(256)]).write(path, force=True)
+    GGUFReader(path).close()
+    assert names(tmp_path) == ["x.gguf"]
+
+
+def test_failure_with_force_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_text("precious")
+    with pytest.raises(GGUFError, match="produced"):
+        one_tensor_plan(lambda: []).write(path, force=True)
+    assert path.read_text() == "precious"
+    assert names(tmp_path) == ["x.gguf"]
+
+
+def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+
+    def produce() -> list[bytes]:
+        path.write_text("precious")
+        return [bytes(256)]
+
+    with pytest.raises(GGUFError, match="appeared while it was being written"):
+        one_tensor_plan(produce).write(path)
+    assert path.read_text() == "precious"
+    assert names(tmp_path) == ["x.gguf"]
+
+
+@pytest.mark.parametrize("target_exists", [True, False])
+def test_links_are_not_followed(tmp_path: Path, target_exists: bool) -> None:
+    target, link = tmp_path / "target", tmp_path / "x.gguf"
+    if target_exists:
+        target.write_text("precious")
+    link.symlink_to(target)
+    with pytest.raises(GGUFError, match="already exists"):
+        one_tensor_plan(never).write(link)
+    one_tensor_plan(lambda: [bytes(256)]).write(link, force=True)
+    assert not link.is_symlink()
+    assert target.exists() == target_exists and (not target_exists or target.read_text() == "precious")
+
+
+def test_link_under_the_partial_name_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / "x.gguf.partial").symlink_to(target)
+    with pytest.raises(GGUFError, match=r"x\.gguf\.partial: cannot be created"):
+        one_tensor_plan(never).write(tmp_path / "x.gguf")
+    (tmp_path / "x.gguf.partial").unlink()
+    (tmp_path / "x.gguf.partial").hardlink_to(target)
+    with pytest.raises(GGUFError, match="in the way"):
+        one_tensor_plan(never).write(tmp_path / "x.gguf")
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("path", ["missing/x.gguf", "."])
+def test_folder_faults_are_named(tmp_path: Path, path: str) -> None:
+    with pytest.raises(GGUFError, match="does not exist|is a folder"):
+        one_tensor_plan(never).write(tmp_path / path)
+
+
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    """The second is refused while the first is at work, and does not disturb it."""
+    path = tmp_path / "x.gguf"
+
+    def produce() -> list[bytes]:
+        with pytest.raises(GGUFError, match="another process is writing this file"):
+            one_tensor_plan(never).write(path)
+        return [bytes(256)]
+
+    one_tensor_plan(produce).write(path)
+    GGUFReader(path).close()
+
+
+def test_a7_disk_too_small_is_known_before_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = writer_module.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(writer_module.shutil, "disk_usage", lambda _: usage._replace(free=300))
+    with pytest.raises(GGUFError, match=r"x\.gguf: \d+ bytes are needed, but only 300 are free"):
+        one_tensor_plan(never).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "quota"),
+        (errno.EFBIG, "file size limit"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_a7_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str) -> None:
+    real, calls = os.write, []
+
+    def write(handle: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if len(calls) > 5:
+            raise OSError(number, os.strerror(number))
+        return real(handle, data[:50])  # short writes must be continued
+
+    monkeypatch.setattr(writer_module.os, "write", write)
+    with pytest.raises(GGUFError, match=rf"x\.gguf: .*{message}.*: 228 of \d+ bytes were written"):
+        one_tensor_plan(lambda: [bytes(256)]).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == []
+
+
+SUBPROCESS = """
+    import resource, sys, time
+    from pathlib import Path
+    from gguf_ext import GGUFError, Plan, PlannedTensor
+    from gguf_ext.constants import GGMLQuantizationType
+
+    def produce():
+        for n in range(64):
+            yield bytes([n]) * 1024
+            print(n, flush=True)
+            time.sleep(float(sys.argv[2]))
+
+    plan = Plan()
+    plan.add_tensor(PlannedTensor("x", (16384,), GGMLQuantizationType.F32, produce))
+"""
+
+
+def script(body: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(SUBPROCESS) + textwrap.dedent(body)]
+
+
+def test_a7_file_size_limit_of_the_process(tmp_path: Path) -> None:
+    body = """
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+        try:
+            plan.write(Path(sys.argv[1]))
+        except GGUFError as error:
+            print(error)
+    """
+    command = [*script(body), str(tmp_path / "x.gguf"), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "this process may write files of 20000 bytes at most" in done.stdout
+    assert names(tmp_path) == []
+
+
+def test_killed_writer_leaves_only_a_partial_and_the_next_run_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    body = "plan.write(Path(sys.argv[1]))"
+    with subprocess.Popen([*script(body), str(path), "0.1"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    assert names(tmp_path) == ["x.gguf.partial"]
+    subprocess.run([*script(body), str(path), "0"], stdout=subprocess.DEVNULL, timeout=60, check=True)
+    assert names(tmp_path) == ["x.gguf"]
+    with GGUFReader(path) as reader:
+        expected = b"".join(bytes([n]) * 1024 for n in range(64))
+        assert reader.data("x").tobytes() == expected
+
+
+def test_lock_is_given_up_when_the_writer_ends(tmp_path: Path) -> None:
+    """A leftover of a killed run is taken over; one that is locked is not."""
+    partial = tmp_path / "x.gguf.partial"
+    partial.write_bytes(b"leftover" * 1000)
+    with partial.open("rb") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(GGUFError, match="another process"):
+            one_tensor_plan(never).write(tmp_path / "x.gguf")
+    one_tensor_plan(lambda: [bytes(256)]).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == ["x.gguf"]
+    GGUFReader(tmp_path / "x.gguf").close()
+
+
+def test_progress_counts_to_the_end(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    size = one_tensor_plan(lambda: [bytes(128), bytes(128)]).write(
+        tmp_path / "x.gguf", progress=lambda *event: seen.append(event)
+    )
+    assert [event[0] for event in seen] == ["x", "x"]
+    assert seen[-1] == ("x", size, size)
+
+
+# ---- row quantization ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_", [T.F32, T.F16, T.BF16, T.Q8_0])
+def test_slabs_of_rows_equal_the_whole(rng: np.random.Generator, type_: T) -> None:
+    rows = (rng.standard_normal((23, 96)) * rng.choice([1e-3, 1, 1e3], (23, 1))).astype(np.float32)
+    whole = quantize_rows(rows, type_, "x")
+    slabs = np.concatenate([quantize_rows(rows[n : n + 5], type_, "x", n) for n in range(0, 23, 5)])
+    np.testing.assert_array_equal(whole, slabs)
+    np.testing.assert_array_equal(whole, gguf.quantize(rows, type_).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("type_", "value"),
+    [(T.F16, 65520.0), (T.F16, -1e9), (T.Q8_0, 65520.0 * 127), (T.F32, np.inf), (T.BF16, np.nan), (T.Q8_0, -np.inf)],
+)
+def test_values_that_do_not_fit_are_named(type_: T, value: float) -> None:
+    rows = np.zeros((4, 32), np.float32)
+    rows[2, 5] = value
+    with pytest.raises(GGUFError, match=r"tensor w: row 102, column 5: .* (does not fit|not a finite number)"):
+        quantize_rows(rows, type_, "w", first_row=100)
+
+
+def test_largest_values_that_fit(rng: np.random.Generator) -> None:
+    rows = np.full((1, 32), 65519.0, np.float32)
+    assert np.isfinite(quantize_rows(rows, T.F16, "w").view(np.float16)).all()
+    rows *= 127
+    assert np.isfinite(gguf.dequantize(quantize_rows(rows, T.Q8_0, "w"), T.Q8_0)).all()
+
+
+def test_types_that_are_not_written() -> None:
+    assert not can_quantize(T.Q4_0, 32)
+    assert not can_quantize(T.Q8_0, 48)
+    with pytest.raises(GGUFError, match="tensor w: rows of 48 values cannot be written as Q8_0"):
+        quantize_rows(np.zeros((1, 48), np.float32), T.Q8_0, "w")
+
+
+# ---- dump ------------------------------------------------------------------------------------------------------------
+
+
+def test_dump_lists_keys_and_tensors(
+    example: tuple[Path, dict[str, np.ndarray]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, values = example
+    assert dump_module.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    for key, *_ in FIELDS:
+        assert key in out
+    for name in values:
+        assert name in out
+    assert "{64, 5}" in out and "Q8_0" in out
+
+
+def test_dump_of_a_bad_file_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"nonsense" * 10)
+    assert dump_module.main([str(tmp_path / "bad.gguf")]) == 1
+    assert dump_module.main([str(tmp_path / "missing.gguf")]) == 1
+    err = capsys.readouterr().err
+    assert "not a GGUF file" in err and "No such file" in err
+
+
+def test_dump_runs_as_a_module(example: tuple[Path, dict[str, np.ndarray]]) -> None:
+    command = [sys.executable, "-m", "gguf_ext.dump", str(example[0]), "--full"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "a.text (string) = 'naïve 你好'" in done.stdout
