@@ -175,6 +175,8 @@ def _read_tokens(tokens: list[str], types: list[int]) -> tuple[list[bytes], dict
             piece = text.translate(table).encode("latin-1")
             first = ranks.setdefault(piece, token)
         elif kind in (CONTROL, UNUSED):
+            if not text:
+                raise FormatError(f"tokenizer.ggml.tokens: control token {token} has no name")
             piece = text.encode()
             first = special.setdefault(text, token) if kind == CONTROL else token
         else:
