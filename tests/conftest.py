@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest  # noqa: E402
 
 import conversion  # noqa: E402
 import tiny  # noqa: E402
+from engine import Engine  # noqa: E402
+from timelines import Fresh  # noqa: E402
 
 SEED_VARIABLE = "DELTALLAMA_TEST_SEED"
 
@@ -59,6 +61,40 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return done[key]
 
     return convert
+
+
+MINIS = ["k3-mini", "kl-mini"]
+
+
+@pytest.fixture(params=MINIS)
+def mini(request: pytest.FixtureRequest, golden: Path, gguf: Callable[..., Path]) -> Path:
+    """The F32 file of each golden checkpoint in turn."""
+    return gguf(golden / request.param)
+
+
+@pytest.fixture
+def k3_mini(golden: Path, gguf: Callable[..., Path]) -> Path:
+    return gguf(golden / "k3-mini")
+
+
+@pytest.fixture
+def fresh(mini: Path) -> Iterator[Fresh]:
+    """``fresh.check(session, tokens)`` compares with a fresh run on the file of ``mini``."""
+    with Fresh(mini) as runs:
+        yield runs
+
+
+@pytest.fixture
+def k3_fresh(k3_mini: Path) -> Iterator[Fresh]:
+    with Fresh(k3_mini) as runs:
+        yield runs
+
+
+@pytest.fixture
+def engine(mini: Path) -> Iterator[Engine]:
+    """``mini`` with four sessions of 128 positions."""
+    with Engine(mini, n_ctx=128, n_sessions=4) as opened:
+        yield opened
 
 
 def session_seed() -> int:

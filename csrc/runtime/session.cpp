@@ -59,6 +59,7 @@ class Computation {
         delta_logits_mode logits;
         size_t n_replay = 0;       // leading tokens that had been evaluated before
         size_t checkpoint_at = 0;  // a position to keep beside those of the interval; 0: none
+        size_t interval_end = SIZE_MAX;  // no checkpoints of the interval beyond this position
         size_t n_done = 0;
         size_t n_now = 0;          // rows in the present step
     };
@@ -142,12 +143,18 @@ class Computation {
         const size_t position = work.session->tokens_.size();
         size_t n = std::min(work.tokens.size() - work.n_done, rows_left);
         if (pool_.checkpoints.n_places() > 0) {
-            n = std::min(n, work.session->last_checkpoint_ + model_.params.checkpoint_every - position);
+            if (due(work) > position) n = std::min(n, due(work) - position);
             if (work.checkpoint_at > position) n = std::min(n, work.checkpoint_at - position);
         }
         if (work.logits == DELTA_LOGITS_ALL) n = std::min(n, outputs_left);
         if (n > 0 && outputs_of(work, n) > outputs_left) --n;
         return n;
+    }
+
+    // Where the next checkpoint of the interval belongs.
+    size_t due(const Work& work) const {
+        const size_t position = work.session->last_checkpoint_ + model_.params.checkpoint_every;
+        return position <= work.interval_end ? position : SIZE_MAX;
     }
 
     // Of the next `n` rows of `work` the last that many keep their logits.
@@ -211,9 +218,7 @@ class Computation {
             Session& session = *work.session;
             const size_t position = session.tokens_.size();
             if (work.n_now == 0) continue;
-            if (position == work.checkpoint_at || position == session.last_checkpoint_ + model_.params.checkpoint_every) {
-                session.keep_checkpoint();
-            }
+            if (position == work.checkpoint_at || position >= due(work)) session.keep_checkpoint();
         }
     }
 
@@ -308,11 +313,14 @@ delta_sync_result Session::sync(std::span<const int32_t> tokens, Progress progre
                          .tokens = tokens.subspan(start),
                          .logits = DELTA_LOGITS_LAST,
                          .n_replay = common - start,
-                         .checkpoint_at = start < tail ? tail : 0}})
+                         .checkpoint_at = start < tail ? tail : 0,
+                         .interval_end = one_more ? SIZE_MAX : tail}})
         .run(progress);
-    // With a single place per session the checkpoint before the end serves more wishes than one at the end.
-    const bool room = pool_.checkpoints.n_places() >= 2 * size_t{pool_.model->params.n_sessions};
-    if (room && !one_more) keep_checkpoint();
+    if (!one_more) {
+        // With a single place per session the checkpoint before the end serves more wishes than one at the end.
+        if (pool_.checkpoints.n_places() >= 2 * size_t{pool_.model->params.n_sessions}) keep_checkpoint();
+        last_checkpoint_ = n;
+    }
     return {.size = sizeof(delta_sync_result), .n_reused = start, .n_computed = n - start, .n_replayed = common - start};
 }
 
