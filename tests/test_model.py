@@ -158,16 +158,16 @@ def test_d7_sequences_in_one_step_equal_each_alone(
         assert together == alone
 
 
-def observe(engine: Engine, tokens: list[int]) -> dict[str, np.ndarray]:
-    """Outputs of all ops by name, of one evaluation; of equal names the last."""
-    seen: dict[str, np.ndarray] = {}
+def observe(engine: Engine, tokens: list[int]) -> dict[str, list[np.ndarray]]:
+    """Outputs of all ops of one evaluation, by name, in the order they ran."""
+    seen: dict[str, list[np.ndarray]] = {}
     ffi, lib = engine.ffi, engine.lib
 
     @ffi.callback("void(const char *, const char *, int32_t, const float *, int32_t, int32_t, void *)")  # type: ignore[untyped-decorator]
     def note(op: Any, name: Any, layer: int, data: Any, rows: int, cols: int, user: Any) -> None:
         if data != ffi.NULL and rows * cols:
-            key = ffi.string(name).decode()
-            seen[key] = np.frombuffer(ffi.buffer(data, 4 * rows * cols), np.float32).reshape(rows, cols).copy()
+            values = np.frombuffer(ffi.buffer(data, 4 * rows * cols), np.float32).reshape(rows, cols).copy()
+            seen.setdefault(ffi.string(name).decode(), []).append(values)
 
     native.check(lib.delta_test_observe(engine.model, note, ffi.NULL))
     try:
@@ -187,22 +187,38 @@ def test_d11_each_layer_of_a_deep_model(
     n_layers: int,
     device: str,
 ) -> None:
-    """D11: with the inputs of a layer as they are, each sub-block is tight; what depth adds is bounded apart from that.
+    """D11: mixing residuals amplifies rounding with depth, so each sub-block is judged on the input the engine gave it.
 
-    The bound on the final logits grows with depth, since mixing residuals amplifies rounding; per layer it does not.
+    What depth does to the logits is measured on the reference itself, by changing its embedding by one rounding.
     """
     folder = tiny_checkpoint("k3-93-layers", **({} if n_layers == 93 else layers(n_layers)))
     model = ref.Model.from_checkpoint(folder)
     tokens = rng.integers(0, 512, 10).tolist()
-    trace: dict[str, np.ndarray] = {}
-    expected = model.forward(tokens, trace=trace)
-    with Engine(gguf(folder), device=device, n_ctx=10, n_batch=16) as engine:
+    with Engine(gguf(folder), device=device, n_ctx=10, n_batch=16, n_outputs=16) as engine:
         seen = observe(engine, tokens)
         logits = engine.logits(tokens)
-    for i in range(n_layers):
-        attn = nmse_rows(seen[f"blk.{i}.attn_output"], trace[f"layer.{i}.attn"]).max()
-        assert attn < EXACT * max(1, i), f"layer {i} attention: {attn:.2e}"
-    assert nmse_rows(logits, expected).max() < EXACT * n_layers
+    for i, layer in enumerate(model.layers):
+        h = seen[f"blk.{i}.attn_norm"][0].astype(np.float64)
+        whole: Any = [(slice(0, len(tokens)), layer.attn.new_state())]
+        attn = nmse_rows(seen[f"blk.{i}.attn_output"][0], layer.attn.forward(h, whole)).max()
+        assert attn < 1e-11, f"layer {i} attention: {attn:.2e}"
+        h = seen[f"blk.{i}.ffn_norm"][0].astype(np.float64)
+        if isinstance(layer.ffn, ref.DenseFfn):
+            found, expected = seen[f"blk.{i}.ffn_down"][0], layer.ffn.forward(h)
+            assert nmse_rows(found, expected).max() < 1e-11, f"layer {i} feed-forward"
+        else:
+            # The last two additions of a layer: the shared experts' and the residual's.
+            found, (expected, gap) = seen[f"blk.{i}.add"][-2], layer.ffn.forward(h)
+            safe = gap > ROUTER_GAP
+            worst = nmse_rows(found[safe], expected[safe]).max(initial=0)
+            assert worst < 1e-11, f"layer {i} experts: {worst:.2e}"
+
+    expected = model.forward(tokens)
+    rounding = 1 + 2.0**-24 * rng.standard_normal(model.embedding.shape)
+    model.embedding = model.embedding * rounding
+    amplified = nmse_rows(model.forward(tokens), expected)
+    # Every op of every layer rounds, not the embedding alone.
+    assert np.all(nmse_rows(logits, expected) < np.maximum(EXACT, 20 * n_layers * amplified))
 
 
 def layers(n: int) -> dict[str, Any]:
@@ -233,17 +249,23 @@ def test_d12_a_large_batch_on_a_deep_model(tiny_checkpoint: Callable[..., Path],
         assert session.length == 4096 and np.isfinite(session.row()).all()
 
 
-@pytest.mark.parametrize("name", ["kl-mini", "k3-mini"])
-@pytest.mark.parametrize("activations,kl_bound", [("fine", 1e-6), ("fast", 1e-2)])
+@pytest.mark.parametrize("preset", ["k3", "kl"])
 def test_rounded_activations_stay_close_to_exact(
-    golden: Path, gguf: Callable[..., Path], name: str, activations: str, kl_bound: float
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], rng: np.random.Generator, preset: str
 ) -> None:
-    """Mean KL divergence over positions of a Q8_0 file, exact against rounded inputs."""
-    path = gguf(golden / name, "q8_0")
-    tokens = golden_prompts(golden)["p160"]
-    with Engine(path, n_ctx=160) as exact, Engine(path, n_ctx=160, activations=activations) as rounded:
-        p, q = (log_softmax(e.logits(tokens)) for e in (exact, rounded))
-    assert np.mean(np.sum(np.exp(p) * (p - q), axis=1)) < kl_bound
+    """Mean KL divergence over positions of a Q8_0 file: `fine` is a thousand times closer to exact inputs than int8.
+
+    All experts are chosen, so that no route can flip and what is left is the rounding.
+    """
+    path = gguf(tiny_checkpoint(preset, num_experts_per_token=8), "q8_0")
+    tokens = rng.integers(0, 512, 160).tolist()
+    logits = {}
+    for activations in ("exact", "fine", "fast"):
+        with Engine(path, n_ctx=160, activations=activations) as engine:
+            logits[activations] = log_softmax(engine.logits(tokens))
+    p = logits.pop("exact")
+    kl = {name: np.mean(np.sum(np.exp(p) * (p - q), axis=1)) for name, q in logits.items()}
+    assert kl["fine"] < 1e-5 and kl["fast"] < 0.1 and kl["fine"] * 1000 < kl["fast"], kl
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:

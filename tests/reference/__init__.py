@@ -13,11 +13,12 @@ from .kda import gated_norm, kda_chunked, kda_gate, kda_recurrent, short_conv
 from .mix import mix
 from .mla import attention_absorbed, attention_expanded, expand_latent
 from .model import Model, State
-from .moe import experts, glu, route, router_gap, situ, swiglu
+from .moe import DenseFfn, experts, glu, route, router_gap, situ, swiglu
 from .norm import l2_norm, rms_norm, sigmoid, softplus
 
 __all__ = [
     "Checkpoint",
+    "DenseFfn",
     "Model",
     "State",
     "attention_absorbed",
