@@ -1,13 +1,14 @@
 """Does an independent engine continue the same GGUF file with the same greedy text as ours?
 
     python bench/peer_agreement.py MODEL.gguf models/kimi-k3-nano/heldout.jsonl -n 200
-    python bench/peer_agreement.py MODEL.gguf --random 50
+    python bench/peer_agreement.py MODEL.gguf --random 50 --f32-peer
 
-The peer is llama.cpp as the package `xllamacpp` carries it (extra `peer`), on the CPU, in a process of its own. Both
-engines get the same token ids, so tokenizers and chat templates play no part, and both keep their caches in float32.
-Ours runs with exact activations, while llama.cpp rounds the inputs of products with quantized weights to 8 bits per
-value. Where the two first part, `gap` is what our exact logits put between their two best tokens, and `lead` what they
-put between our token and the peer's; a rounding can only decide between tokens that are close.
+Both engines get the same token ids and keep their caches in float32. Ours runs with exact activations; llama.cpp rounds
+the inputs of products to the type of the weights, to 8 bits per value for quantized ones. With `--f32-peer` it gets a
+float32 copy of the same weights and rounds nothing: what differs then is not a matter of rounding.
+
+Where two texts first part, `gap` is what our exact logits put between their two best tokens, and `lead` what they put
+between our token and the peer's. A rounding can only decide between tokens that are close.
 
 Ends with status 1 when fewer than 95 % of the texts are equal or a lead is 0.5 or more (a lead is never below the gap),
 with 2 when one of the engines or the input fails. Random prompts are for random models, which also emit tokens that
@@ -21,9 +22,11 @@ import json
 import os
 import random
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,8 @@ from peer import Peer, PeerError
 from tqdm import tqdm
 
 from deltallama import DeltaError, Llama
+from gguf_ext import GGUFReader, Plan, PlannedTensor
+from gguf_ext.constants import GGMLQuantizationType
 
 MIN_SHARE = 0.95
 MAX_LEAD = 0.5
@@ -125,9 +130,18 @@ def compare(
 
 
 def run(
-    model: str | os.PathLike[str], prompts: Sequence[Prompt], *, max_tokens: int, n_threads: int = 2, ends: bool = True
+    model: str | os.PathLike[str],
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    n_threads: int = 2,
+    ends: bool = True,
+    f32_peer: bool = False,
 ) -> Report:
     """Both engines on the same prompts, one after the other (see `compare`).
+
+    Args:
+        f32_peer: the peer gets a float32 copy of the weights.
 
     Raises:
         PeerError: the peer failed.
@@ -135,10 +149,31 @@ def run(
     """
     longest = max(len(prompt.ids) for prompt in prompts) + max_tokens
     n_ctx = -(-longest // 256) * 256  # the peer rounds up to this, too
-    with Peer(model, n_ctx=n_ctx, n_threads=n_threads) as peer:
-        texts = [peer.greedy(prompt.ids, max_tokens) for prompt in _progress(prompts, "peer")]
+    with tempfile.TemporaryDirectory(prefix="peer-") as folder:
+        peer_model = Path(model)
+        if f32_peer:
+            peer_model = Path(folder) / "f32.gguf"
+            write_f32_copy(model, peer_model)
+        with Peer(peer_model, n_ctx=n_ctx, n_threads=n_threads) as peer:
+            texts = [peer.greedy(prompt.ids, max_tokens) for prompt in _progress(prompts, "peer")]
     with Llama(model, n_ctx=n_ctx, n_threads=n_threads, activations="exact", cache_type="f32") as llm:
         return compare(llm, prompts, texts, max_tokens, ends)
+
+
+def write_f32_copy(source: str | os.PathLike[str], target: Path) -> None:
+    """Writes the same keys and the same weights, every tensor as F32."""
+    with GGUFReader(os.fspath(source)) as reader:
+        plan = Plan()
+        for key, value in reader.fields.items():
+            plan.add_field(key, value, *reader.types[key])
+        for name, info in reader.tensors.items():
+            produce = partial(_dequantized, reader, name)
+            plan.add_tensor(PlannedTensor(name, info.ne, GGMLQuantizationType.F32, produce))
+        plan.write(target)
+
+
+def _dequantized(reader: GGUFReader, name: str) -> Iterator[np.ndarray]:
+    yield reader.dequantize(name)
 
 
 def _progress(prompts: Sequence[Prompt], name: str) -> Iterable[Prompt]:
@@ -214,6 +249,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens", type=_positive, default=128, help="tokens of a text at most (default: %(default)s)"
     )
+    parser.add_argument("--f32-peer", action="store_true", help="give the peer a float32 copy of the weights")
     parser.add_argument("--threads", type=_positive, default=2, help="of each engine (default: %(default)s)")
     return parser.parse_args(argv)
 
@@ -240,6 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_tokens=arguments.max_tokens,
             n_threads=arguments.threads,
             ends=not arguments.random,
+            f32_peer=arguments.f32_peer,
         )
     except KeyboardInterrupt:
         return 130
