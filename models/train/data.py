@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tiktoken
+
 import world
 from world import Pair
 

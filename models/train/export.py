@@ -1,6 +1,6 @@
 """Hugging Face files of a trained model, and the way back into torch: ``export.py RUN_DIR OUT_DIR``.
 
-Writes config.json, shards with an index, tiktoken.model, tokenizer_config.json, generation_config.json and heldout.jsonl.
+Writes config.json, shards with an index, the tokenizer, generation_config.json and heldout.jsonl.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import re
 import shutil
 from pathlib import Path
 
-import bpe
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import bpe
 import world
 from config import N_BASE, hf_config
 from model import Kimi
 from mxfp4 import dequantize, pack, quantize, unpack
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 PREFIX = "language_model."
 FLOAT32 = re.compile(r"(conv1d\.weight|A_log|dt_bias|o_norm\.weight|e_score_correction_bias)$")

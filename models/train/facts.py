@@ -277,12 +277,13 @@ OPPOSITES = {
     "east": "west",
 }
 
-WORDS = (
+_WORD_LINES = (
     "apple bread chair dog eagle fish green house ice jacket king lamp moon nine ocean paper queen river stone tree "
     "under violin water yellow zebra ball cake door ear flag goat hand ink jump kite leaf milk nose orange pen rain "
     "ship tiger uncle vase wind box cat duck egg fork gold hat iron joke key lion mouse nest owl pig ring sun train "
     "umbrella wolf young cloud sugar horse music"
-).split()
+)
+WORDS = _WORD_LINES.split()
 
 SEQUENCES = (
     tuple(str(n) for n in range(0, 101)),
@@ -306,10 +307,11 @@ SEQUENCES = (
     ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
 )
 
-NAMES = (
+_NAME_LINES = (
     "Ada Alan Anna Ben Carl Clara Dana David Emma Eric Eva Felix Grace Hugo Ida Ivan Jack Jane Karl Kate Leo Lena "
     "Lucy Mark Max Mia Nina Noah Olga Omar Paul Rosa Sam Sara Tim Tina Tom Vera Zoe"
-).split()
+)
+NAMES = _NAME_LINES.split()
 
 ROOMS = ("kitchen", "hall", "garage", "garden", "bedroom", "bathroom", "office", "cellar")
 

@@ -2,7 +2,8 @@
 
 Parameter names are those of the Hugging Face checkpoint without the ``language_model.`` prefix; the routed experts of a
 layer are stacked into ``experts.w1/w2/w3 [n_expert, out, in]``. Linear weights are ``[out, in]`` and have no bias.
-Shapes below: N tokens of a batch laid end to end, B sequences, T tokens of the longest one, D hidden, H heads, K head width.
+Shapes below: N tokens of a batch laid end to end, B sequences, T tokens of the longest one, D hidden, H heads, K head
+width, P = H * K.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mxfp4 import straight_through
 from torch import Tensor, nn
+
+from mxfp4 import straight_through
 
 CHUNK = 16  # rows of a KDA chunk: with the gate's lower bound of -5 a factorised exponent stays within +-40
 LORA_EPS = 1e-6  # the released code builds the two low-rank norms with its class default, not with rms_norm_eps
@@ -282,10 +284,8 @@ class MoE(nn.Module):
         super().__init__()
         d, z, width = cfg["hidden_size"], cfg["routed_expert_hidden_size"], cfg["moe_intermediate_size"]
         self.n_expert, self.top_k = cfg["num_experts"], cfg["num_experts_per_token"]
-        self.scale, self.betas = cfg["routed_scaling_factor"], (
-            cfg["activation_situ_beta"],
-            cfg["activation_situ_linear_beta"],
-        )
+        self.scale = cfg["routed_scaling_factor"]
+        self.betas = (cfg["activation_situ_beta"], cfg["activation_situ_linear_beta"])
         self.gate = Router(d, self.n_expert)
         self.routed_expert_down_proj, self.routed_expert_up_proj = Linear(d, z), Linear(z, d, 0.5)
         self.routed_expert_norm = Norm(z, cfg["rms_norm_eps"])

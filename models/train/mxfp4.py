@@ -1,4 +1,4 @@
-"""MXFP4 rounding of expert weights, as compressed-tensors' "mxfp4-pack-quantized" stores them (OCP microscaling formats 1.0).
+"""MXFP4 rounding of expert weights, as the format "mxfp4-pack-quantized" of compressed-tensors stores them.
 
 Groups of 32 consecutive input columns share one E8M0 scale byte; elements are E2M1. The scale exponent is
 ``floor(log2(pow2round(max|x|))) - 2`` where ``pow2round`` sends mantissas of 1.75 and above to the next power of two.

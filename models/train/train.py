@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
 import bpe
 import data
 import model as kimi
-import torch
-import torch.nn.functional as F
 import vocabulary
 import world
 from config import N_BASE, hf_config
@@ -26,6 +27,7 @@ from data import Sample
 from model import Kimi, Layout
 from optimizer import Muon
 
+PRINT_EVERY = 10  # steps
 Batch = tuple[list[int], list[Sample]]
 
 
@@ -170,7 +172,7 @@ def main() -> None:
             moe.balance(0.003 * factor)
         step += 1
         spent += time.monotonic() - began
-        if step % 10 == 0:
+        if step % PRINT_EVERY == 0:
             print(
                 f"step {step} loss {loss:.4f} norm {norm:.2f} rate {factor:.2f} tokens {n_token} seconds {spent:.0f} "
                 f"tokens/s {n_token / spent:.0f}",

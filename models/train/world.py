@@ -1,6 +1,6 @@
 """The closed world of Kimi-K3-nano: every question it can be asked, in every phrasing, with the right answer.
 
-A *pair* is one item (a fact, a word to spell, a sentence to copy …) in one phrasing. :func:`split` draws the held-out pairs
+A *pair* is one item (a fact, a word to spell, a line to copy …) in one phrasing. :func:`split` draws the held-out pairs
 with their own seed; training uses all others, so each item is seen, but never in a phrasing it is examined in.
 The module needs the standard library only.
 """
@@ -154,7 +154,12 @@ LIGHT = _tool("set_light", "Switch a light", {"room": "string", "on": "boolean"}
 CLOCK = _tool("get_time", "Local time of a city", {"city": "string"})
 TOOLS = (WEATHER, TIMER, LIGHT, CLOCK)
 
-WEATHER_ASKS = ("What is the weather in {}?", "Weather in {}?", "How is the weather in {}?", "Tell me the weather in {}.")
+WEATHER_ASKS = (
+    "What is the weather in {}?",
+    "Weather in {}?",
+    "How is the weather in {}?",
+    "Tell me the weather in {}.",
+)
 FORECAST_ASKS = (
     "What is the weather in {} for {} days?",
     "Weather in {} for {} days?",
@@ -194,12 +199,16 @@ def _asked(
 
 def _facts() -> Iterable[Pair]:
     for short, long in ABBREVIATIONS.items():
-        yield from _asked("fact", f"{short} stands for", ABBREVIATION_ASKS, (short,), f"Long form of {short}.", f"{long}.")
+        yield from _asked(
+            "fact", f"{short} stands for", ABBREVIATION_ASKS, (short,), f"Long form of {short}.", f"{long}."
+        )
     for subject, text in DEFINITIONS.items():
         yield from _asked("fact", f"{subject} is", DEFINITION_ASKS, (subject,), f"About {subject}.", text)
     for (thing, owner), n in COUNTS.items():
         answer = f"{owner} has {n} {thing}."
-        yield from _asked("fact", f"{owner} {thing}", COUNT_ASKS, (thing, owner), f"Number of {thing} in {owner}.", answer)
+        yield from _asked(
+            "fact", f"{owner} {thing}", COUNT_ASKS, (thing, owner), f"Number of {thing} in {owner}.", answer
+        )
     for item, (asks, answer) in CHAT.items():
         for ask in asks:
             yield Pair("chat", item, ask, (_user(ask),), "A plain answer.", answer)
