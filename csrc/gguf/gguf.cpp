@@ -96,6 +96,9 @@ std::unique_ptr<GgufSet> GgufSet::open(const std::string& path) {
     const GgufValue* count = first.find("split.count");
     if (count != nullptr) {
         const SplitKeys keys = split_keys(first, path);
+        if (keys.count == 0) {
+            throw Error(DELTA_FORMAT, format("%s: split.count is 0, expected at least 1", quoted(path).c_str()));
+        }
         const std::string stem = keys.count > 1 ? split_stem(path, keys) : "";
         for (int64_t number = 2; number <= keys.count; ++number) {
             const std::string piece_path = split_path(stem, number, keys.count);

@@ -67,7 +67,7 @@ class GgufSet {
     // Calls `fn(index, text)` for each string of an array.
     void each_string(std::string_view key, const std::function<void(uint64_t, std::string_view)>& fn) const;
     // The value as text, arrays as [a, b, ...]; numbers in the shortest form that reads back equal.
-    std::string text(const GgufValue& value) const;
+    static std::string text(const GgufValue& value);
 
    private:
     GgufSet() = default;

@@ -18,6 +18,15 @@ constexpr uint64_t kMinAlignment = 4;  // a float32 may be read in place
 constexpr uint32_t kMaxDims = 4;
 constexpr size_t kMaxTensorName = 63;
 
+// Control characters have no place in a key or a name: they would hide in messages and listings.
+void check_name(const Cursor& cursor, const char* what, std::string_view name) {
+    for (const char c : name) {
+        if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
+            cursor.fail(DELTA_FORMAT, format("%s %s holds a control character", what, quoted(name).c_str()));
+        }
+    }
+}
+
 // Names of types that files may hold and this build may lack, for messages.
 const char* known_type_name(uint32_t id) {
     static constexpr const char* kNames[] = {
@@ -43,6 +52,7 @@ GgufValue read_value(Cursor& cursor) {
     if (value.key.empty() || value.key.size() > 65535) {
         cursor.fail(DELTA_FORMAT, format("a key has %zu bytes, possible are 1 to 65535", value.key.size()));
     }
+    check_name(cursor, "key", value.key);
     value.count = 1;
     value.type = read_type(cursor, value.key);
     if (value.type == GgufType::Array) {
@@ -104,6 +114,7 @@ GgufTensor read_tensor_info(Cursor& cursor, uint64_t& offset) {
         cursor.fail(DELTA_FORMAT, format("a tensor name has %zu bytes, possible are 1 to %zu: %s", tensor.name.size(), kMaxTensorName,
                                          quoted(tensor.name).c_str()));
     }
+    check_name(cursor, "tensor name", tensor.name);
     const std::string name = "tensor " + quoted(tensor.name);
     const auto n_dims = cursor.read<uint32_t>((name + ": number of dimensions").c_str());
     if (n_dims < 1 || n_dims > kMaxDims) {

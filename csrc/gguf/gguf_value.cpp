@@ -159,7 +159,7 @@ void GgufSet::each_string(std::string_view key, const std::function<void(uint64_
     for_each_string(require(key, true, is_string, "an array of strings"), fn);
 }
 
-std::string GgufSet::text(const GgufValue& value) const {
+std::string GgufSet::text(const GgufValue& value) {
     std::string out = value.is_array ? "[" : "";
     if (value.type == GgufType::String) {
         for_each_string(value, [&](uint64_t i, std::string_view item) {

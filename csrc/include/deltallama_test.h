@@ -68,8 +68,12 @@ typedef struct delta_test_gguf_info {
 } delta_test_gguf_info;
 /* Opens a file or a split set and reads all of it. */
 delta_status delta_test_gguf(const char *path, delta_test_gguf_info *info);
+/* Parses the bytes of one file from memory of exactly that size and reads all it promises. */
+delta_status delta_test_gguf_bytes(const void *data, size_t n_bytes, delta_test_gguf_info *info);
 /* The text of one value. */
 delta_status delta_test_gguf_text(const char *path, const char *key, char *buffer, size_t capacity);
+/* XXH64. */
+uint64_t delta_test_checksum(const void *data, size_t n_bytes);
 /* cdef-end */
 
 #ifdef __GNUC__
