@@ -79,7 +79,7 @@ def rate(step: int, args: argparse.Namespace) -> float:
     """Learning rate factor: warm-up, plateau, linear decay over the last part."""
     total = args.compact_steps + args.chat_steps
     decay = min(1.0, (total - step) / (args.decay * total))
-    return min(1.0, (step + 1) / 40) * max(decay, 0.02)
+    return min(1.0, (step + 1) / args.warm_up) * max(decay, 0.02)
 
 
 def optimizers(model: Kimi, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--lr-muon", type=float, default=0.003)
+    parser.add_argument("--warm-up", type=int, default=40, help="steps")
     parser.add_argument("--decay", type=float, default=0.6, help="part of all steps over which the rate decays")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
