@@ -85,7 +85,6 @@ def test_kimi_k3_differs_by_the_peers_rounding_only(mini_file: Callable[[str, st
     differences = agreement(mini_file("k3-mini", "f32"), seed, n=30).differences
     assert differences, "the peer is expected to round"
     assert median(d.lead for d in differences) < bench.MAX_LEAD
-    assert median(d.gap for d in differences) < bench.MAX_LEAD / 2
 
 
 # -- failures of the peer ----------------------------------------------------------------------------------------------
