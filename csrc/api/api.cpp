@@ -78,6 +78,16 @@ std::unique_ptr<Model> open_model(const char* path, const delta_model_params* pa
     return Model::open(path, *params, allocate);
 }
 
+void log_opened(const char* path, const Model& model) {
+    delta_device_info device{};
+    delta_memory memory{};
+    model.backend->describe(device);
+    model.fill_memory(memory);
+    log(LogLevel::Info, "%s: %s on %s (%s), %u threads, %llu bytes of weights mapped, %llu bytes allocated", path,
+        model.bound.hparams.architecture.c_str(), device.kind, device.name, model.params.n_threads,
+        static_cast<unsigned long long>(memory.weights_mapped), static_cast<unsigned long long>(memory.total_private));
+}
+
 std::unique_ptr<Backend> make_backend(const char* kind) {
     const BackendOptions options{.n_threads = 1, .activations = DELTA_FINE};
     return std::strcmp(kind, "cpu") == 0 ? make_cpu_backend(options) : make_ref_backend(options);
@@ -147,7 +157,9 @@ void delta_model_params_init(delta_model_params* params) {
 delta_status delta_model_open(const char* path, const delta_model_params* params, delta_model** model) {
     return guard([&] {
         require(model, "model");
-        *model = new delta_model(open_model(path, params, true));
+        auto opened = std::make_unique<delta_model>(open_model(path, params, true));
+        log_opened(path, *opened->model);
+        *model = opened.release();
     });
 }
 

@@ -21,6 +21,12 @@ void fill_nan(float* data, size_t n) { std::fill_n(data, n, std::numeric_limits<
 
 }  // namespace
 
+void HostBackend::describe(delta_device_info& info) const {
+    const HostMemory memory = host_memory();
+    info.bytes_free = memory.bytes_free;
+    info.bytes_total = memory.bytes_total;
+}
+
 std::unique_ptr<Buffer> HostBackend::allocate(size_t bytes, const char* what) { return std::make_unique<HostBuffer>(bytes, what); }
 
 void HostBackend::copy(uint8_t* dst, const uint8_t* src, size_t bytes) { std::memcpy(dst, src, bytes); }

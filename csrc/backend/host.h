@@ -9,6 +9,7 @@ namespace delta {
 
 class HostBackend : public Backend {
    public:
+    void describe(delta_device_info& info) const override;  // the memory; subclasses add their names
     std::unique_ptr<Buffer> allocate(size_t bytes, const char* what) override;
     void copy(uint8_t* dst, const uint8_t* src, size_t bytes) override;
     void zero(uint8_t* dst, size_t bytes) override;

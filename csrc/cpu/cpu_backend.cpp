@@ -61,6 +61,7 @@ CpuBackend::CpuBackend(const BackendOptions& options)
 }
 
 void CpuBackend::describe(delta_device_info& info) const {
+    HostBackend::describe(info);
     std::snprintf(info.kind, sizeof info.kind, "cpu");
     std::snprintf(info.name, sizeof info.name, "%s, %s kernels of %d lanes", processor_name().c_str(), kernels.isa, kernels.width);
     std::snprintf(info.isa, sizeof info.isa, "%s", kernels.isa);

@@ -18,6 +18,7 @@ class RefBackend final : public HostBackend {
     }
 
     void describe(delta_device_info& info) const override {
+        HostBackend::describe(info);
         std::snprintf(info.kind, sizeof info.kind, "ref");
         std::snprintf(info.name, sizeof info.name, "scalar reference, float64 inside every op");
         std::snprintf(info.isa, sizeof info.isa, "scalar");

@@ -27,15 +27,15 @@ void resolve_params(delta_model_params& p, const Hparams& h) {
         throw Error(DELTA_ARG, format("n_ctx is %u, but the model was made for at most %u positions", p.n_ctx, n_ctx_train));
     }
     p.n_sessions = p.n_sessions == 0 ? 1 : p.n_sessions;
+    if (p.n_sessions > (1U << 16)) {
+        throw Error(DELTA_ARG, format("n_sessions is %u, expected at most %u", p.n_sessions, 1U << 16));
+    }
     p.n_batch = p.n_batch == 0 ? std::max(kDefaultBatch, p.n_sessions) : p.n_batch;
     if (p.n_batch > (1U << 20)) {
         throw Error(DELTA_ARG, format("n_batch is %u, expected at most %u", p.n_batch, 1U << 20));
     }
     p.n_outputs = p.n_outputs == 0 ? std::max(kDefaultOutputs, p.n_sessions) : p.n_outputs;
     p.n_outputs = std::min(p.n_outputs, p.n_batch);
-    if (p.n_sessions > (1U << 16)) {
-        throw Error(DELTA_ARG, format("n_sessions is %u, expected at most %u", p.n_sessions, 1U << 16));
-    }
     if (p.activations > DELTA_FAST) {
         throw Error(DELTA_ARG, format("activations is %u, expected 0 (exact), 1 (fine) or 2 (fast)", p.activations));
     }
