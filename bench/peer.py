@@ -35,11 +35,12 @@ class PeerError(RuntimeError):
 class Peer:
     """The peer with a model; the constructor and `greedy` raise PeerError, after which it is closed."""
 
-    def __init__(self, model: str | os.PathLike[str], *, n_ctx: int, n_threads: int = 2) -> None:
+    def __init__(self, model: str | os.PathLike[str], *, n_ctx: int, n_threads: int = 1) -> None:
         """Starts the process and waits until the file is loaded.
 
         Args:
             n_ctx: positions; the peer rounds up to a multiple of 256.
+            n_threads: its threads spin while they wait for each other, so more than there are free cores is far slower.
         """
         if importlib.util.find_spec("xllamacpp") is None:
             raise PeerError("the peer is not installed: pip install '.[peer]'")

@@ -134,7 +134,7 @@ def run(
     prompts: Sequence[Prompt],
     *,
     max_tokens: int,
-    n_threads: int = 2,
+    n_threads: int = 1,
     ends: bool = True,
     f32_peer: bool = False,
 ) -> Report:
@@ -193,7 +193,9 @@ def held_out_prompts(llm: Llama, path: str | os.PathLike[str], n: int, seed: int
     """
     try:
         lines = Path(path).read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{os.fspath(path)}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise InputError(f"{os.fspath(path)}: {error}") from None
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if len(numbered) < n:
@@ -250,7 +252,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-tokens", type=_positive, default=128, help="tokens of a text at most (default: %(default)s)"
     )
     parser.add_argument("--f32-peer", action="store_true", help="give the peer a float32 copy of the weights")
-    parser.add_argument("--threads", type=_positive, default=2, help="of each engine (default: %(default)s)")
+    parser.add_argument("--threads", type=_positive, default=1, help="of each engine (default: %(default)s)")
     return parser.parse_args(argv)
 
 
