@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "run", help="answer a prompt", description="Answer a prompt in the chat format of the model."
     )
     run.add_argument("model", metavar="MODEL", help="GGUF file (of a split file, the first part)")
-    run.add_argument("prompt", metavar="PROMPT", nargs="?", default="-", help="text; - or nothing reads standard input")
+    run.add_argument("prompt", metavar="PROMPT", help="text; - reads standard input")
     run.add_argument("--raw", action="store_true", help="continue the prompt as plain text instead")
     run.add_argument("--system", metavar="TEXT", help="system message before the prompt")
     run.add_argument("--no-thinking", dest="thinking", action="store_false", help="answer without reasoning first")
@@ -181,22 +181,22 @@ def _info(options: argparse.Namespace) -> None:
         print(json.dumps({"info": info, "memory": memory, "device": device, "build": build_info()}, indent=2))
         return
     experts = f"{info['n_expert']}, {info['n_expert_used']} used per token" if info["n_expert"] else "none"
-    print(f"architecture     {info['architecture']}")
-    print(f"layers           {info['n_layer']} ({info['n_layer_kda']} KDA, {info['n_layer_mla']} MLA)")
-    print(f"width            {info['n_embd']}, {info['n_head']} heads")
-    print(f"experts          {experts}")
-    print(f"vocabulary       {info['n_vocab']}")
-    print(f"parameters       {_count(info['n_params'])}, {_count(info['n_params_active'])} active per token")
-    print(f"weights          {_size(info['weight_bytes'])}, {_size(info['weight_bytes_active'])} read per token")
-    print(f"context          {info['n_ctx']} of {info['n_ctx_train']} positions, batch {info['n_batch']}")
+    print(f"architecture       {info['architecture']}")
+    print(f"layers             {info['n_layer']} ({info['n_layer_kda']} KDA, {info['n_layer_mla']} MLA)")
+    print(f"width              {info['n_embd']}, {info['n_head']} heads")
+    print(f"experts            {experts}")
+    print(f"vocabulary         {info['n_vocab']}")
+    print(f"parameters         {_count(info['n_params'])}, {_count(info['n_params_active'])} active per token")
+    print(f"weights            {_size(info['weight_bytes'])}, {_size(info['weight_bytes_active'])} read per token")
+    print(f"context            {info['n_ctx']} of {info['n_ctx_train']} positions, batch {info['n_batch']}")
     print("memory plan")
-    print(f"  file, mapped   {_size(memory['weights_mapped'])}")
+    print(f"  file, mapped     {_size(memory['weights_mapped'])}")
     for name in ("weights_private", "state", "checkpoints", "arena", "workspace", "logits"):
-        print(f"  {name.replace('_', ', '):<15}{_size(memory[name])}")
-    print(f"  allocated      {_size(memory['total_private'])}")
-    print(f"device           {options.device}: {device.get('name', 'unknown')} ({device.get('isa', 'unknown')})")
-    print(f"threads          {info['n_threads']}")
-    print(f"library          {build_info()}")
+        print(f"  {name.replace('_', ', '):<16} {_size(memory[name])}")
+    print(f"  allocated        {_size(memory['total_private'])}")
+    print(f"device             {options.device}: {device.get('name', 'unknown')} ({device.get('isa', 'unknown')})")
+    print(f"threads            {info['n_threads']}")
+    print(f"library            {build_info()}")
 
 
 def _size(n_bytes: int) -> str:
@@ -225,7 +225,7 @@ def _bench(options: argparse.Namespace) -> None:
         print(json.dumps(result, indent=2))
         return
     print(f"model            {result['architecture']}, {_size(result['weight_bytes'])}, {result['activations']}")
-    print(f"threads          {result['n_threads']}")
+    print(f"threads            {result['n_threads']}")
     for name in ("prompt", "generation"):
         part = result[name]
         if part is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import textwrap
@@ -81,15 +82,21 @@ def ask(model: Path, seed: int) -> None:
             show("right", expected(row))
         seconds = llm.stats["compute_ns"] / 1e9
     print(f"\n{n_right} of {N_QUESTIONS} right; {n_tokens} tokens in {seconds:.1f} s. Ask more: make demo,")
-    print(f'or {sys.executable} -m deltallama run {model} "What is GGUF?"')
+    print(f'or {os.path.relpath(sys.executable)} -m deltallama run {model} "What is GGUF?"')
 
 
 def right(reply: Reply, row: Mapping[str, Any]) -> bool:
     """Whether a reply has the expected content and the expected call."""
-    calls = [
-        {"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])} for c in reply.tool_calls
-    ]
-    return reply.content == row["answer"] and calls == ([row["tool_call"]] if "tool_call" in row else [])
+    calls = [(call["function"]["name"], arguments(call["function"]["arguments"])) for call in reply.tool_calls]
+    call = row.get("tool_call")
+    return reply.content == row["answer"] and calls == ([(call["name"], call["arguments"])] if call else [])
+
+
+def arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def answer(reply: Reply) -> str:

@@ -21,7 +21,7 @@ from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "csrc" / "include"
-PACKAGE_BUILD = ROOT / "build" / "package"
+TEST_BUILD = ROOT / "build" / "test"
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -50,7 +50,7 @@ def library_path() -> Path:
         if not Path(named).is_file():
             raise FileNotFoundError(f"DELTALLAMA_LIBRARY names no file: {named}")
         return Path(named)
-    places = [PACKAGE_BUILD / f"libdeltallama_test{SUFFIX}"]
+    places = [TEST_BUILD / f"libdeltallama_test{SUFFIX}"]
     package = importlib.util.find_spec("deltallama")
     if package is not None:
         places += [Path(folder) / f"libdeltallama{SUFFIX}" for folder in package.submodule_search_locations or []]
