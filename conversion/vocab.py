@@ -92,11 +92,16 @@ def read_vocabulary(folder: Path, config: Config, default_template: str | None) 
         tokens.append(names.get(token_id, fallback))
         types.append(TokenType.CONTROL if reserved or token_id in names else TokenType.UNUSED)
     _check_unique(folder, tokens)
+    lines = list(merges(ranks))
+    if not lines:
+        raise ConversionError(
+            f"{folder / RANKS_NAME}: no token is a merge of two others; text would fall into single bytes"
+        )
     template, named = read_chat_templates(folder)
     return Vocabulary(
         tokens=tokens,
         types=types,
-        merges=list(merges(ranks)),
+        merges=lines,
         bos=_token_id(config, "bos_token_id", size),
         eos=_required_token_id(config, "eos_token_id", size),
         padding=_token_id(config, "pad_token_id", size),
