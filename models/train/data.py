@@ -23,14 +23,14 @@ EFFORT = (
 )
 DECLARE = "# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{}\n```"
 WEIGHTS = {
-    "fact": 0.26,
+    "fact": 0.24,
     "capital": 0.09,
     "colour": 0.06,
     "opposite": 0.10,
     "spell": 0.14,
     "next": 0.12,
-    "copy": 0.16,
-    "name": 0.04,
+    "copy": 0.15,
+    "name": 0.07,
     "chat": 0.03,
 }
 

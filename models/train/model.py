@@ -291,7 +291,7 @@ class MoE(nn.Module):
         self.routed_expert_norm = Norm(z, cfg["rms_norm_eps"])
         self.experts = Experts(self.n_expert, z, width)
         self.shared_experts = MLP(cfg, width * cfg["num_shared_experts"])
-        self.load: Tensor | None = None  # tokens per expert since the last balancing step
+        self.load = torch.zeros(self.n_expert)  # tokens per expert since the last balancing step
 
     def forward(self, h: Tensor) -> Tensor:
         score = torch.sigmoid(F.linear(h, self.gate.weight))
@@ -304,7 +304,7 @@ class MoE(nn.Module):
         expert, order = chosen.flatten().sort(stable=True)
         count = torch.bincount(expert, minlength=self.n_expert)
         if self.training:
-            self.load = count if self.load is None else self.load + count
+            self.load += count
         rows = int(count.max())
         slot = expert * rows + torch.arange(expert.numel(), device=h.device) - (count.cumsum(0) - count)[expert]
         inputs = latent.new_zeros(self.n_expert * rows, latent.shape[-1])
@@ -322,10 +322,8 @@ class MoE(nn.Module):
     @torch.no_grad()
     def balance(self, rate: float) -> None:
         """Raise the selection bias of experts that got fewer tokens than the mean, lower the others."""
-        if self.load is not None:
-            load = self.load.to(self.gate.e_score_correction_bias)
-            self.gate.e_score_correction_bias += rate * torch.sign(load.mean() - load)
-            self.load = None
+        self.gate.e_score_correction_bias += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
 
 
 class Score(nn.Module):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import parallel
+
 # Quintic coefficients: the largest slope at zero for which singular values still end up near one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -32,16 +34,17 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """The costly part is divided among the processes of :mod:`parallel`."""
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                moment: Tensor = state["momentum"]
+            params = [p for p in group["params"] if p.grad is not None]
+            updates = []
+            for i, p in enumerate(params):
+                moment: Tensor = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 moment.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalised(p.grad.lerp(moment, group["momentum"]))
+                own = i % parallel.n_rank() == parallel.rank()
+                updates.append(orthogonalised(p.grad.lerp(moment, group["momentum"])) if own else torch.zeros_like(p))
+            parallel.add_up(updates)
+            for p, update in zip(params, updates, strict=True):
                 # 0.2 * sqrt(longer side) gives the update the root mean square of a usual AdamW update.
                 scale = 0.2 * max(p.shape[-2:]) ** 0.5
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)

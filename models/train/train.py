@@ -1,4 +1,5 @@
-"""Train Kimi-K3-nano: ``train.py RUN_DIR [--compact-steps …]``. Run again with the same folder to resume.
+"""Train Kimi-K3-nano: ``train.py RUN_DIR [--compact-steps …]``, or with two processes
+``torchrun --nproc-per-node 2 train.py RUN_DIR --threads 1 …``. Run again with the same folder to resume.
 
 Two phases: compact question-answer samples, then the K3 chat format. The loss counts only what the assistant writes.
 The last ``--round-steps`` steps train through MXFP4 rounding of the routed experts. Every step draws its data from a
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 import bpe
 import data
 import model as kimi
+import parallel
 import vocabulary
 import world
 from config import N_BASE, hf_config
@@ -55,12 +57,10 @@ def exact(model: Kimi, batch: Batch) -> list[bool]:
 
 
 def score(model: Kimi, enc: Any, pairs: list[world.Pair], compact: bool) -> dict[str, tuple[int, int]]:
-    """Exact replies and prompts per kind."""
-    out: dict[str, tuple[int, int]] = {}
+    """Exact replies and prompts per kind, over all processes."""
+    out = {kind: (0, 0) for kind in dict.fromkeys(p.kind for p in pairs)}
     groups: dict[tuple[Any, ...], list[world.Pair]] = {}
-    for pair in pairs:
-        if compact and pair.kind in ("name", "tool", "result"):
-            continue
+    for pair in parallel.mine(pairs):
         tool = pair.tools[0]["function"]["name"] if pair.tools else ""
         groups.setdefault((pair.kind, tool, world.thinks(pair)), []).append(pair)
     for (kind, _, thinking), members in groups.items():
@@ -70,9 +70,9 @@ def score(model: Kimi, enc: Any, pairs: list[world.Pair], compact: bool) -> dict
             common = data.prefix(enc, members[0].tools, "max" if thinking else None)
             batch = (common, [data.conversation(enc, p, thinking) for p in members])
         right = exact(model, batch)
-        seen = out.get(kind, (0, 0))
-        out[kind] = (seen[0] + sum(right), seen[1] + len(right))
-    return out
+        out[kind] = (out[kind][0] + sum(right), out[kind][1] + len(right))
+    parts = parallel.gathered(out)
+    return {kind: (sum(p[kind][0] for p in parts), sum(p[kind][1] for p in parts)) for kind in out}
 
 
 def rate(step: int, args: argparse.Namespace) -> float:
@@ -100,6 +100,11 @@ def save(path: Path, state: dict[str, Any]) -> None:
     os.replace(path.with_suffix(".part"), path)
 
 
+def say(line: str) -> None:
+    if parallel.rank() == 0:
+        print(line, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
@@ -119,10 +124,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    parallel.start()
     args.run.mkdir(parents=True, exist_ok=True)
     vocab = args.run / "tiktoken.model"
-    if not vocab.exists():
+    if not vocab.exists() and parallel.rank() == 0:
         bpe.save(bpe.train(vocabulary.corpus(), N_BASE), vocab)
+    parallel.wait()
     enc = bpe.encoding(bpe.load(vocab))
     if args.compile:
         for name in ("situ", "mix", "convolved", "gated_norm"):
@@ -140,9 +147,11 @@ def main() -> None:
         for optim, saved in zip(optims, state["optims"], strict=True):
             optim.load_state_dict(saved)
         step, spent, n_token = state["step"], state["spent"], state["tokens"]
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, step {step} of {total}", flush=True)
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, step {step} of {total}")
 
     def keep() -> None:
+        if parallel.rank() > 0:
+            return
         optim_states = [optim.state_dict() for optim in optims]
         values = {"model": model.state_dict(), "optims": optim_states, "step": step, "spent": spent, "tokens": n_token}
         save(state_file, values)
@@ -154,12 +163,17 @@ def main() -> None:
         model.round_experts(step >= total - args.round_steps)
         batches = sampler.compact_step(args.batch) if compact else sampler.chat_step(args.batch)
         n_learn = sum(sum(s.learn) for _, samples in batches for s in samples)
-        loss = 0.0
-        for batch in batches:
-            part = losses(model, batch)[0].sum() / n_learn
-            part.backward()
-            loss += part.item()
-            n_token += len(batch[0]) + sum(len(s.ids) for s in batch[1])
+        total_loss = torch.zeros(())
+        for common, samples in batches:
+            n_token += len(common) + sum(len(s.ids) for s in samples)
+            own = list(parallel.mine(samples))
+            if own:
+                part = losses(model, (common, own))[0].sum() / n_learn
+                part.backward()
+                total_loss += part.detach()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        parallel.add_up([total_loss, *gradients, *(moe.load for moe in model.moes())])
+        loss = float(total_loss)
         if not loss < 1e3:
             raise SystemExit(f"step {step}: loss {loss}")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -174,18 +188,19 @@ def main() -> None:
         step += 1
         spent += time.monotonic() - began
         if step % PRINT_EVERY == 0:
-            print(
+            say(
                 f"step {step} loss {loss:.4f} norm {norm:.2f} rate {factor:.2f} tokens {n_token} seconds {spent:.0f} "
-                f"tokens/s {n_token / spent:.0f}",
-                flush=True,
+                f"tokens/s {n_token / spent:.0f}"
             )
         if step % args.eval_every == 0 or step == total:
-            result = score(model, enc, dev, compact)
+            asked = [p for p in dev if not compact or p.kind not in ("name", "tool", "result")]
+            result = score(model, enc, asked, compact)
             right, n = sum(r for r, _ in result.values()), sum(n for _, n in result.values())
             kinds = " ".join(f"{kind} {r}/{n}" for kind, (r, n) in result.items())
-            print(f"dev {right}/{n} exact: {kinds}", flush=True)
+            say(f"dev {right}/{n} exact: {kinds}")
             keep()
     keep()
+    parallel.finish()
 
 
 if __name__ == "__main__":
