@@ -299,7 +299,7 @@ void test_checksum() {
 // -- mmap.h ----------------------------------------------------------------------------------------------------------------
 
 void test_memory() {
-    char folder[] = "/tmp/selftest-XXXXXX";
+    char folder[] = P_tmpdir "/selftest-XXXXXX";
     CHECK(mkdtemp(folder) != nullptr);
     const std::string path = std::string(folder) + "/file", empty = std::string(folder) + "/empty", pipe = std::string(folder) + "/pipe";
     for (const auto& [name, text] : {std::pair(path, "contents"), std::pair(empty, "")}) {
