@@ -50,10 +50,10 @@ class Shard:
         except OSError as error:
             raise ConversionError(f"{path} cannot be opened: {error.strerror}") from None
 
-    def read(self, offset: int, n_bytes: int) -> bytearray:
-        """Exactly `n_bytes` from `offset`."""
-        buffer = bytearray(n_bytes)
-        view = memoryview(buffer)
+    def read(self, offset: int, n_bytes: int) -> np.ndarray:
+        """Exactly `n_bytes` from `offset`, uint8."""
+        buffer = np.empty(n_bytes, dtype=np.uint8)
+        view = buffer.data
         done = 0
         while done < n_bytes:
             try:
@@ -86,22 +86,22 @@ class Source:
     def n_elements(self) -> int:
         return prod(self.shape)
 
-    def raw(self, first: int = 0, count: int | None = None) -> bytearray:
-        """The bytes of `count` elements from element `first`."""
+    def raw(self, first: int = 0, count: int | None = None) -> np.ndarray:
+        """The bytes of `count` elements from element `first`, uint8."""
         size = _DTYPE_BYTES[self.dtype]
         count = self.n_elements - first if count is None else count
         return self.shard.read(self.offset + first * size, count * size)
 
     def bytes_2d(self) -> np.ndarray:
         """The whole of a two-dimensional U8 tensor."""
-        return np.frombuffer(self.raw(), dtype=np.uint8).reshape(self.shape)
+        return self.raw().reshape(self.shape)
 
     def floats(self, first: int = 0, count: int | None = None) -> np.ndarray:
         """`count` elements from element `first` as float32 `[count]`; exact for the dtypes in `FLOAT_DTYPES`."""
         raw = self.raw(first, count)
         if self.dtype == "BF16":
-            return (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
-        return np.frombuffer(raw, dtype={"F32": "<f4", "F16": "<f2"}[self.dtype]).astype(np.float32, copy=False)
+            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        return raw.view({"F32": "<f4", "F16": "<f2"}[self.dtype]).astype(np.float32, copy=False)
 
 
 class Checkpoint:
@@ -217,12 +217,12 @@ def _read_header(shard: Shard) -> list[Source]:
     size = os.fstat(shard.handle).st_size
     if size < 8:
         raise ConversionError(f"{path}: {size} bytes, too short for a safetensors file")
-    length = int.from_bytes(shard.read(0, 8), "little")
+    length = int(shard.read(0, 8).view("<u8")[0])
     if length > min(_MAX_HEADER, size - 8):
         raise ConversionError(
             f"{path}: header of {length} bytes announced, but the file has {size} and {_MAX_HEADER} is the limit"
         )
-    header = parse_json(bytes(shard.read(8, length)), f"header of {path}")
+    header = parse_json(shard.read(8, length).tobytes(), f"header of {path}")
     header.pop("__metadata__", None)
     start = 8 + length
     entries = [_check_entry(path, name, entry) for name, entry in header.items()]

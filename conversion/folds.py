@@ -186,7 +186,7 @@ def _rows(source: Source, row_length: int, type_: GGMLQuantizationType) -> Itera
 
 def _same_bf16(source: Source, first: int, count: int, row_length: int) -> np.ndarray:
     """BF16 to BF16 without the way through float32, which would cost most of the time of such a conversion."""
-    bits = np.frombuffer(source.raw(first * row_length, count * row_length), dtype="<u2").reshape(count, row_length)
+    bits = source.raw(first * row_length, count * row_length).view("<u2").reshape(count, row_length)
     special = (bits & _BF16_EXPONENT) == _BF16_EXPONENT
     if special.any():
         row, column = np.argwhere(special)[0]

@@ -22,6 +22,8 @@ GROUP = 32  # elements that share a scale
 BLOCK_BYTES = 17
 SUPPORTED = "compressed-tensors mxfp4-pack-quantized (weight_packed with weight_scale, both U8, on routed experts)"
 
+_LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
+_NIBBLE = np.uint64(4)  # bits
 _EXPECTED_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": GROUP, "symmetric": True}
 
 
@@ -82,12 +84,13 @@ def check_pair(packed: Source, scale: Source, rows: int, cols: int) -> None:
 def repack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Reorder uint8 `[rows, cols/2]` and `[rows, cols/32]` to GGUF blocks, uint8 `[rows, cols/32 * 17]`."""
     rows, n_groups = scale.shape
-    source = packed.reshape(rows, n_groups, GROUP // 2)
-    low, high = source[..., :8], source[..., 8:]  # elements 0..15 and 16..31
-    blocks = np.empty((rows, n_groups, BLOCK_BYTES), dtype=np.uint8)
-    blocks[..., 0] = scale
-    blocks[..., 1::2] = (low & 0x0F) | (high << 4)
-    blocks[..., 2::2] = (low >> 4) | (high & 0xF0)
+    # Eight bytes at a time: a group is a word of elements 0..15 and a word of elements 16..31.
+    words = np.ascontiguousarray(packed).view("<u8").reshape(-1, 2)
+    first, second = words[:, 0], words[:, 1]
+    blocks = np.empty((rows * n_groups, BLOCK_BYTES), dtype=np.uint8)
+    blocks[:, 0] = scale.reshape(-1)
+    blocks[:, 1::2] = ((first & _LOW_NIBBLES) | ((second & _LOW_NIBBLES) << _NIBBLE)).view(np.uint8).reshape(-1, 8)
+    blocks[:, 2::2] = (((first >> _NIBBLE) & _LOW_NIBBLES) | (second & ~_LOW_NIBBLES)).view(np.uint8).reshape(-1, 8)
     return blocks.reshape(rows, n_groups * BLOCK_BYTES)
 
 

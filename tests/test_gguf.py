@@ -1,4 +1,4 @@
-"""GGUF reader, writer, row quantization and dump: round trips, the PyPI package as witness, hostile files, bad disks."""
+"""GGUF reader, writer, row quantization, dump: round trips, the PyPI package as witness, hostile files, bad disks."""
 
 from __future__ import annotations
 
