@@ -124,7 +124,11 @@ inline Vec exp(Vec x) {
     return p * bits<Vec>((half + 127) << 23) * bits<Vec>((ni - half + 127) << 23);
 }
 
-inline Vec sigmoid(Vec x) { return 1.0F / (1.0F + exp(-x)); }
+// 1 / (1 + e^-x), and for negative x e^x / (1 + e^x), which stays exact to the smallest results.
+inline Vec sigmoid(Vec x) {
+    const Vec e = exp(-magnitude(x));
+    return (x < 0.0F ? e : splat(1.0F)) / (1.0F + e);
+}
 
 inline Vec tanh(Vec x) {
     const Vec t = magnitude(x);

@@ -56,6 +56,25 @@ typedef void (*delta_test_observer)(const char *op, const char *name, int32_t la
 /* Calls `fn` after every op of this model from now on; null stops it. */
 delta_status delta_test_observe(delta_model *model, delta_test_observer fn, void *user);
 
+/* -- kernels of one instruction set (csrc/cpu/cpu_test.cpp) ---------------------------------------------------------------- */
+typedef struct delta_test_kernel_call {
+    uint32_t size;
+    const char *isa;           /* a word of delta_test_isas() */
+    const char *kernel;        /* a word of delta_test_kernels() */
+    uint32_t type;             /* dot, widen: type id of the weights */
+    uint32_t input;            /* dot, quantize: 0 float32, 1 int16, 2 int8 */
+    const void *inputs[5];
+    void *outputs[4];
+    int64_t sizes[5];          /* as the kernel's case in cpu_test.cpp lists them */
+    float params[4];
+} delta_test_kernel_call;
+/* Kernel tables that can run here: the instruction sets of this processor, and the portable kernels at every width. Static. */
+const char *delta_test_isas(void);
+/* All entries of a table. Static. */
+const char *delta_test_kernels(void);
+/* Calls one entry; DELTA_UNSUPPORTED if the table has no such entry. */
+delta_status delta_test_kernel(const delta_test_kernel_call *call);
+
 /* -- the GGUF parser alone (csrc/api/test_gguf.cpp) ----------------------------------------------------------------------- */
 typedef struct delta_test_gguf_info {
     uint32_t size;

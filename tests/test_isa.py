@@ -1,0 +1,435 @@
+"""Every entry of every CPU kernel table: the instruction sets of this processor and the portable kernels at each width.
+
+Each result is compared with float64 numpy, at sizes that are multiples of nothing and at extremes; the generic table is
+one of those compared, so that any two tables agree.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+
+import native
+import reference as ref
+from op_runner import F32, Type, Weight, nmse
+
+if not native.has_test_api():
+    pytest.skip("the library was built without its test interface", allow_module_level=True)
+
+FFI, LIB = native.load()
+ISAS = FFI.string(LIB.delta_test_isas()).decode().split()
+INPUT_F32, INPUT_I16, INPUT_I8 = range(3)
+BLOCK, KEY_BLOCK, CHUNK, LANES, MAX_ROWS = 32, 32, 16, 16, 16
+F16, BF16, Q8_0, MXFP4 = int(Type.F16), int(Type.BF16), int(Type.Q8_0), int(Type.MXFP4)
+SIZES = [1, 3, 4, 15, 16, 17, 48, 129, 1000]
+BOUND = 1e-12
+GUARD = 64
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def call(
+    isa: str,
+    kernel: str,
+    inputs: list[np.ndarray],
+    outputs: list[np.ndarray],
+    sizes: list[int],
+    params: tuple[float, ...] = (),
+    *,
+    type_: int = F32,
+    input_: int = INPUT_F32,
+) -> list[np.ndarray]:
+    """Calls one kernel on copies of `outputs`, which it may read, and returns them; fails if it wrote past one."""
+    case = FFI.new("delta_test_kernel_call *")
+    case.size = FFI.sizeof("delta_test_kernel_call")
+    keep: list[Any] = [FFI.new("char[]", isa.encode()), FFI.new("char[]", kernel.encode())]
+    case.isa, case.kernel = keep
+    case.type, case.input = type_, input_
+    for i, array in enumerate(inputs):
+        assert array.flags.c_contiguous
+        keep.append(FFI.from_buffer(array))
+        case.inputs[i] = keep[-1]
+    guarded = []
+    for i, array in enumerate(outputs):
+        memory = np.full(array.nbytes + GUARD, 0xA5, np.uint8)
+        memory[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        guarded.append(memory)
+        keep.append(FFI.from_buffer(memory))
+        case.outputs[i] = keep[-1]
+    for i, size in enumerate(sizes):
+        case.sizes[i] = size
+    for i, number in enumerate(params):
+        case.params[i] = number
+    native.check(LIB.delta_test_kernel(case))
+    for array, memory in zip(outputs, guarded, strict=True):
+        assert (memory[array.nbytes :] == 0xA5).all(), f"{kernel} of {isa} wrote past its output"
+    return [m[: a.nbytes].view(a.dtype).reshape(a.shape) for a, m in zip(outputs, guarded, strict=True)]
+
+
+def row(isa: str, kernel: str, inputs: list[np.ndarray], n: int, *params: float) -> np.ndarray:
+    return call(isa, kernel, inputs, [nans(n)], [n], params)[0]
+
+
+def nans(*shape: int) -> np.ndarray:
+    return np.full(shape, np.nan, np.float32)
+
+
+def normal(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray:
+    return (rng.standard_normal(shape) * scale).astype(np.float32)
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)
+
+
+def off(found: np.ndarray, expected: np.ndarray, size: np.ndarray | float) -> float:
+    """Mean squared error over the mean square of `size`: the sum of magnitudes that a cancelling sum is made of."""
+    return float(np.mean((wide(found) - expected) ** 2) / np.mean(np.square(size)))
+
+
+def ulps(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest error, in units of the last place of the expected float32, of the smallest normal one at least."""
+    unit = np.spacing(np.maximum(np.abs(expected), np.finfo(np.float32).tiny).astype(np.float32)).astype(np.float64)
+    return float(np.max(np.abs(wide(found) - expected) / unit))
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def encoded(rng: np.random.Generator, type_: int, n_w: int, n: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows of bytes that begin at an odd address, where the type allows, their values, and bytes per row."""
+    weight = Weight.encode(normal(rng, n_w, n), type_)
+    if type_ == Q8_0:  # a writer other than ours may use the code -128
+        blocks = weight.data.reshape(n_w, n // BLOCK, 34).copy()
+        blocks[:, :, 2] = 0x80
+        weight.data = blocks.reshape(-1)
+        scale = blocks[:, :, :2].copy().view(np.float16).astype(np.float64)
+        weight.values.reshape(n_w, n // BLOCK, BLOCK)[:, :, 0] = -128 * scale[:, :, 0]
+    shift = 0 if type_ == F32 else 1
+    memory = np.zeros(len(weight.data) + shift, np.uint8)
+    memory[shift:] = weight.data
+    return memory[shift:], weight.values, len(weight.data) // n_w
+
+
+def input_rows(isa: str, x: np.ndarray, input_: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as the kernels read them, bytes [n_x, stride], and the values they stand for."""
+    if input_ == INPUT_F32:
+        return x.view(np.uint8).reshape(len(x), -1).copy(), wide(x)
+    n_x, n = x.shape
+    dtype = {INPUT_I16: np.int16, INPUT_I8: np.int8}[input_]
+    rows, values = [], []
+    for one in x:
+        q, scales = call(isa, "quantize", [one], [np.zeros(n, dtype), nans(n // BLOCK)], [n], input_=input_)
+        rows.append(np.concatenate([q.view(np.uint8), scales.view(np.uint8)]))
+        values.append((wide(q).reshape(-1, BLOCK) * wide(scales)[:, None]).reshape(-1))
+    return np.stack(rows), np.stack(values)
+
+
+def dot(
+    isa: str, w: np.ndarray, n_w: int, row_bytes: int, x: np.ndarray, n: int, type_: int, input_: int
+) -> np.ndarray:
+    sizes = [n_w, len(x), n, row_bytes, x.shape[1]]
+    return call(isa, "dot", [w, x], [nans(len(x), n_w)], sizes, type_=type_, input_=input_)[0]
+
+
+PRODUCTS = [(t, INPUT_F32) for t in (F32, F16, BF16, Q8_0, MXFP4)] + [
+    (t, i) for t in (Q8_0, MXFP4) for i in (INPUT_I16, INPUT_I8)
+]
+
+
+@pytest.mark.parametrize("type_,input_", PRODUCTS, ids=lambda v: str(v))
+@pytest.mark.parametrize("n_w,n_x,n", [(1, 1, 32), (3, 2, 64), (5, 3, 96), (9, 5, 544), (4, 16, 1056), (8, 1, 7168)])
+def test_dot(isa: str, rng: np.random.Generator, type_: int, input_: int, n_w: int, n_x: int, n: int) -> None:
+    w, values, row_bytes = encoded(rng, type_, n_w, n)
+    x, x_values = input_rows(isa, normal(rng, n_x, n), input_)
+    out = dot(isa, w, n_w, row_bytes, x, n, type_, input_)
+    w_values = values.reshape(n_w, n)
+    assert off(out, x_values @ w_values.T, np.abs(x_values) @ np.abs(w_values).T) < BOUND
+
+
+@pytest.mark.parametrize("type_", [F32, F16, BF16])
+@pytest.mark.parametrize("n", [*SIZES, 511, 513])
+def test_dot_of_any_length(isa: str, rng: np.random.Generator, type_: int, n: int) -> None:
+    w, values, row_bytes = encoded(rng, type_, 6, n)
+    for n_x in (1, 2, 3):
+        x, x_values = input_rows(isa, normal(rng, n_x, n), INPUT_F32)
+        out = dot(isa, w, 6, row_bytes, x, n, type_, INPUT_F32)
+        assert off(out, x_values @ values.reshape(6, n).T, np.abs(x_values) @ np.abs(values).reshape(6, n).T) < BOUND
+
+
+@pytest.mark.parametrize("type_,input_", PRODUCTS, ids=lambda v: str(v))
+def test_dot_does_not_depend_on_its_neighbours(isa: str, rng: np.random.Generator, type_: int, input_: int) -> None:
+    """Bit for bit the same for any number of weight rows and inputs in the call, and in any place among them."""
+    n, n_w = 1184, 11
+    w, _, row_bytes = encoded(rng, type_, n_w, n)
+    x, _ = input_rows(isa, normal(rng, MAX_ROWS, n), input_)
+    all_ = dot(isa, w, n_w, row_bytes, x, n, type_, input_)
+    for first, rows in ((0, 1), (3, 1), (2, 5), (10, 1)):
+        for start, inputs in ((0, 1), (5, 1), (1, 2), (6, 3), (0, 7)):
+            part = dot(isa, w[first * row_bytes :], rows, row_bytes, x[start : start + inputs].copy(), n, type_, input_)
+            assert np.array_equal(part, all_[start : start + inputs, first : first + rows])
+
+
+@pytest.mark.parametrize("input_", [INPUT_I16, INPUT_I8])
+def test_integer_products_do_not_overflow(isa: str, input_: int) -> None:
+    n = 64
+    block = np.concatenate([np.array([1], np.float16).view(np.uint8), np.full(BLOCK, 0x80, np.uint8)])
+    w = np.tile(block, n // BLOCK)
+    for sign in (1, -1):
+        x, values = input_rows(isa, np.full((1, n), sign * 3.0, np.float32), input_)
+        out = dot(isa, w, 1, len(w), x, n, Q8_0, input_)
+        assert np.allclose(out, -128 * values.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("type_,input_", PRODUCTS, ids=lambda v: str(v))
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_input_reaches_every_product_of_its_row(
+    isa: str, rng: np.random.Generator, type_: int, input_: int, bad: float
+) -> None:
+    w, _, row_bytes = encoded(rng, type_, 5, 96)
+    inputs = normal(rng, 3, 96)
+    inputs[1, 40] = bad
+    x, _ = input_rows(isa, inputs, input_)
+    out = dot(isa, w, 5, row_bytes, x, 96, type_, input_)
+    assert np.isfinite(out[[0, 2]]).all() and not np.isfinite(out[1]).any()
+
+
+def test_nan_scale_of_mxfp4_reaches_the_product(isa: str, rng: np.random.Generator) -> None:
+    w, _, row_bytes = encoded(rng, MXFP4, 1, 64)
+    w[17] = 255
+    for input_ in (INPUT_F32, INPUT_I16, INPUT_I8):
+        x, _ = input_rows(isa, normal(rng, 1, 64), input_)
+        assert np.isnan(dot(isa, w, 1, row_bytes, x, 64, MXFP4, input_)).all()
+
+
+@pytest.mark.parametrize("type_", [F32, F16, BF16, Q8_0, MXFP4])
+@pytest.mark.parametrize("n", [32, 96, 1024])
+def test_widen_is_exact(isa: str, rng: np.random.Generator, type_: int, n: int) -> None:
+    memory, values, _ = encoded(rng, type_, 1, n)
+    out = call(isa, "widen", [memory], [nans(n)], [n], type_=type_)[0]
+    assert np.array_equal(out, values.reshape(-1).astype(np.float32))
+
+
+@pytest.mark.parametrize("type_", [F16, BF16])
+@pytest.mark.parametrize("n", SIZES)
+def test_widen_of_any_length(isa: str, rng: np.random.Generator, type_: int, n: int) -> None:
+    memory, values, _ = encoded(rng, type_, 1, n)
+    out = call(isa, "widen", [memory], [nans(n)], [n], type_=type_)[0]
+    assert np.array_equal(out, values.reshape(-1).astype(np.float32))
+
+
+def test_widen_of_all_halves_and_all_scales(isa: str) -> None:
+    codes = np.arange(65536, dtype=np.uint16)
+    halves = call(isa, "widen", [codes.view(np.uint8)], [nans(65536)], [65536], type_=F16)[0]
+    assert np.array_equal(halves, codes.view(np.float16).astype(np.float32), equal_nan=True)
+    blocks = np.zeros((256, 17), np.uint8)
+    blocks[:, 0] = np.arange(256)
+    blocks[:, 1:] = np.arange(16) | np.arange(16)[::-1] << 4
+    out = call(isa, "widen", [blocks], [nans(8192)], [8192], type_=MXFP4)[0].reshape(256, 32)
+    values = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float64)
+    expected = np.concatenate([values, values[::-1]]) * 2.0 ** (np.arange(255) - 128.0)[:, None]
+    with np.errstate(over="ignore"):  # 12 * 2^126 is beyond float32
+        assert np.array_equal(out[:255], expected.astype(np.float32)) and np.isnan(out[255]).all()
+
+
+@pytest.mark.parametrize("input_,steps", [(INPUT_I16, 32767), (INPUT_I8, 127)])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e30])
+def test_quantize_rounds_to_nearest(isa: str, rng: np.random.Generator, input_: int, steps: int, scale: float) -> None:
+    x = normal(rng, 1, 320, scale=scale)
+    x[0, :32] = 0
+    _, values = input_rows(isa, x, input_)
+    largest = np.abs(wide(x)).reshape(-1, BLOCK).max(axis=1)
+    error = np.abs(values - wide(x)).reshape(-1, BLOCK).max(axis=1)
+    assert (error <= largest / steps * 0.5001).all() and (values[0, :32] == 0).all()
+
+
+# -- functions of one variable, through the kernels that use them ------------------------------------------------------
+
+
+def sweep(rng: np.random.Generator, limit: float) -> np.ndarray:
+    tiny = np.float32(10) ** rng.uniform(-38, 0, 3000).astype(np.float32) * rng.choice([-1, 1], 3000)
+    edges = np.array([0.0, -0.0, 1.0, 0.625, 0.6249, 88.7, 88.8, 103.9, 104.5, limit])
+    x = np.concatenate([rng.uniform(-limit, limit, 6001), tiny, edges, -edges])
+    return x[np.abs(x) <= limit].astype(np.float32)
+
+
+def test_exponential(isa: str, rng: np.random.Generator) -> None:
+    """As the decay of KDA; its gate reaches -316 and may go further."""
+    g = np.concatenate([sweep(rng, 88.0), -np.abs(sweep(rng, 400.0)), [-1e30, -np.inf]]).astype(np.float32)[None]
+    n = g.shape[1]
+    ones = np.ones_like(g)
+    decay = call(isa, "kda_prepare", [ones, ones, g], [nans(1, n) for _ in range(3)], [1, n, 1])[2]
+    assert ulps(decay, np.exp(wide(g))) < 2
+    assert decay[0, -1] == 0
+
+
+def test_sigmoid(isa: str, rng: np.random.Generator) -> None:
+    x = np.concatenate([sweep(rng, 120.0), [np.inf, -np.inf, np.nan]]).astype(np.float32)
+    out = row(isa, "sigmoid", [x], len(x))
+    assert ulps(out[:-3], ref.sigmoid(wide(x[:-3]))) < 3
+    assert out[-3] == 1 and out[-2] == 0 and np.isnan(out[-1])
+
+
+def test_tanh(isa: str, rng: np.random.Generator) -> None:
+    """As the upper branch of situ: with a gate of 40, beta * tanh(gate / beta) * sigmoid(gate) is 4."""
+    u = sweep(rng, 60.0)
+    out = row(isa, "situ_mul", [np.full_like(u, 40), u], len(u), 4.0, 1.0)
+    assert ulps(out, 4 * np.tanh(wide(u))) < 5
+    bad = np.array([np.nan, np.inf, -np.inf], np.float32)
+    out = row(isa, "situ_mul", [np.full_like(bad, 40), bad], 3, 4.0, 1.0)
+    assert np.isnan(out[0]) and out[1] == 4 and out[2] == -4
+
+
+def test_softplus(isa: str, rng: np.random.Generator) -> None:
+    x = sweep(rng, 120.0)
+    out = row(isa, "gate_softplus", [x, np.zeros_like(x)], len(x), -1.0)
+    assert ulps(out, -np.logaddexp(0, wide(x))) < 5
+    assert np.isnan(row(isa, "gate_softplus", [np.array([np.nan], np.float32)] * 2, 1, -1.0)).all()
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_elementwise(isa: str, rng: np.random.Generator, n: int) -> None:
+    a, b = normal(rng, n, scale=4), normal(rng, n, scale=9)
+    x, y = wide(a), wide(b)
+    assert np.array_equal(row(isa, "add", [a, b], n), a + b)
+    assert nmse(row(isa, "mul_sigmoid", [a, b], n), x * ref.sigmoid(y)) < BOUND
+    assert nmse(row(isa, "silu_mul", [a, b], n), ref.swiglu(x, y)) < BOUND
+    assert nmse(row(isa, "situ_mul", [a, b], n, 4.0, 25.0), ref.situ(x, y, 4.0, 25.0)) < BOUND
+    assert nmse(row(isa, "situ_mul", [a, b], n, 1.5, 0.0), ref.situ(x, y, 1.5, None)) < BOUND
+    assert nmse(row(isa, "gate_bounded", [a, b], n, -0.7, -5.0), -5 * ref.sigmoid(0.7 * (x + y))) < BOUND
+    assert nmse(row(isa, "gate_softplus", [a, b], n, -0.7), -0.7 * np.logaddexp(0, x + y)) < BOUND
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_norms(isa: str, rng: np.random.Generator, n: int) -> None:
+    x, w, gate = normal(rng, n, scale=3), normal(rng, n), normal(rng, n, scale=5)
+    eps = float(np.float32(1e-5))
+    norm = wide(x) / np.sqrt(np.mean(wide(x) ** 2) + eps)
+    assert nmse(row(isa, "rms_norm", [x, w], n, 1e-5), norm * w) < BOUND
+    assert nmse(row(isa, "gated_norm", [x, gate, w], n, 1e-5), norm * w * ref.sigmoid(wide(gate))) < BOUND
+    score = call(isa, "rms_dot", [x, w], [np.full(1, np.nan)], [n], (1e-5,))[0]
+    assert np.allclose(score, norm @ wide(w), rtol=0, atol=1e-13 * np.abs(norm * w).sum())
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("count", [1, 4, 16, 64])
+def test_sums_of_rows(isa: str, rng: np.random.Generator, n: int, count: int) -> None:
+    x, weight, w = normal(rng, count, n), normal(rng, count), normal(rng, count, n)
+    out = call(isa, "weighted_sum", [x, weight], [nans(n)], [n, count])[0]
+    assert off(out, wide(weight) @ wide(x), np.abs(weight) @ np.abs(x)) < BOUND
+    out = call(isa, "conv", [x, w], [nans(n)], [n, count])[0]
+    s = (wide(w) * wide(x)).sum(axis=0)
+    assert off(out, s * ref.sigmoid(s), np.abs(w * x).sum(axis=0)) < BOUND
+
+
+# -- KDA and MLA -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [1, 3, 16, 48, 128, 131])
+def test_kda_prepare(isa: str, rng: np.random.Generator, d: int) -> None:
+    q, k, g = normal(rng, 5, d), normal(rng, 5, d, scale=1e-4), -np.abs(normal(rng, 5, d, scale=100))
+    k[2] = 0
+    out = call(isa, "kda_prepare", [q, k, g], [nans(5, d) for _ in range(3)], [5, d, 1])
+    assert nmse(out[0], ref.l2_norm(wide(q)) * d**-0.5) < BOUND
+    assert nmse(out[1], ref.l2_norm(wide(k))) < BOUND
+    assert nmse(out[2], np.exp(wide(g))) < BOUND
+
+
+@pytest.mark.parametrize("kernel", ["kda_step", "kda_chunk"])
+@pytest.mark.parametrize("d,n_v", [(1, 1), (5, 3), (16, 16), (48, 48), (128, 128), (131, 37)])
+@pytest.mark.parametrize("n", [1, 2, 7, CHUNK])
+@pytest.mark.parametrize("decay", [1e-3, 5.0, 316.0])
+def test_kda(isa: str, rng: np.random.Generator, kernel: str, d: int, n_v: int, n: int, decay: float) -> None:
+    q, k = normal(rng, n, d), normal(rng, n, d)
+    if n > 1:
+        k[1] = k[0]  # parallel keys make the largest corrections
+    g = -np.abs(normal(rng, n, d, scale=decay))
+    v, beta, state = normal(rng, n, n_v, scale=25), rng.random(n).astype(np.float32), normal(rng, n_v, d)
+    o, new = call(isa, kernel, [q, k, g, v, beta], [nans(n, n_v), state], [n, d, n_v])
+    expected, s = ref.kda_recurrent(
+        (ref.l2_norm(wide(q)) * d**-0.5)[:, None],
+        ref.l2_norm(wide(k))[:, None],
+        wide(v)[:, None],
+        wide(g)[:, None],
+        wide(beta)[:, None],
+        wide(state).T[None],
+    )
+    assert off(o, expected[:, 0], np.abs(expected[:, 0]) + np.abs(wide(v)) * d**-0.5) < 1e-11
+    assert nmse(new, s[0].T) < 1e-11
+
+
+def padded(x: np.ndarray, pad: int) -> np.ndarray:
+    return np.ascontiguousarray(np.pad(x, ((0, 0), (0, pad - x.shape[1]))))
+
+
+@pytest.mark.parametrize("heads,latent,rest", [(1, 1, 0), (3, 40, 6), (7, 130, 3), (16, 512, 64)])
+@pytest.mark.parametrize("n_keys", [1, 5, 32, 75])
+@pytest.mark.parametrize("scale", [0.1, 20.0])
+def test_attend(
+    isa: str, rng: np.random.Generator, heads: int, latent: int, rest: int, n_keys: int, scale: float
+) -> None:
+    width = latent + rest
+    pad = (width + LANES - 1) // LANES * LANES
+    keys, queries = normal(rng, n_keys, width), normal(rng, heads, width)
+    running = [np.zeros((heads, pad), np.float32), np.full(heads, -np.inf, np.float32), np.zeros(heads, np.float32)]
+    for first in range(0, n_keys, KEY_BLOCK):
+        block = keys[first : first + KEY_BLOCK]
+        inputs, sizes = [padded(block, pad), padded(queries, pad)], [len(block), heads, latent, pad]
+        running = call(isa, "attend", inputs, running, sizes, (scale,))
+    y, _, total = running
+    s = wide(queries) @ wide(keys).T * float(np.float32(scale))
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    expected = p / p.sum(axis=1, keepdims=True) @ wide(keys)[:, :latent]
+    # A score of several hundred carries a rounding error that its exponential multiplies.
+    found = y[:, :latent] / total[:, None]
+    assert off(found, expected, np.abs(keys[:, :latent]).mean()) < BOUND + (3e-7 * np.abs(s).max()) ** 2
+
+
+def test_attend_lets_nan_through(isa: str, rng: np.random.Generator) -> None:
+    keys, queries = normal(rng, 3, 16), normal(rng, 2, 16)
+    queries[1, 4] = np.nan
+    running = [np.zeros((2, 16), np.float32), np.full(2, -np.inf, np.float32), np.zeros(2, np.float32)]
+    y, _, total = call(isa, "attend", [keys, queries], running, [3, 2, 16, 16], (1.0,))
+    assert np.isfinite(y[0] / total[0]).all() and np.isnan(y[1] / total[1]).all()
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+def test_every_entry_is_tested() -> None:
+    """The C side refuses to compile without a case for each entry; here each case must be called."""
+    with open(__file__, encoding="utf-8") as file:
+        text = file.read()
+    entries = FFI.string(LIB.delta_test_kernels()).decode().split()
+    assert [name for name in entries if f'"{name}"' not in text] == []
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
+def test_isa_objects_share_nothing() -> None:
+    """An object of one instruction set offers its init function only and takes nothing but memcpy and memset: a shared
+    inline function, a weak symbol, could be linked into code for every processor."""
+    folder = native.library_path().parent / "CMakeFiles" / "delta_engine.dir" / "csrc" / "cpu"
+    objects = sorted(folder.glob("kernels_*.o"))
+    if not objects:
+        pytest.skip(f"no object files beside the library: {folder}")
+    assert "kernels_generic.cpp.o" in {o.name for o in objects}
+    local, sanitizer = "trbdn", re.compile(r"_*(odr_)?(asan|ubsan|tsan)_|_GLOBAL_OFFSET_TABLE_")
+    for path in objects:
+        lines = subprocess.run(["nm", str(path)], check=True, capture_output=True, text=True).stdout.splitlines()
+        symbols = [(line.split()[-2], line.split()[-1]) for line in lines]
+        isa = path.name.removeprefix("kernels_").split(".")[0]
+        ours = re.compile(rf"T _ZN5delta\d+kernels_init_{isa}E.*|U mem(cpy|set)")
+        shared = [f"{kind} {name}" for kind, name in symbols if kind not in local and not sanitizer.match(name)]
+        assert [s for s in shared if not ours.fullmatch(s)] == [], path.name
+        assert len(shared) > 0, path.name
