@@ -27,10 +27,14 @@ void pause() {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int32_t n_threads) {
+void ThreadPool::check_size(int32_t n_threads) {
     if (n_threads < 0 || n_threads > kMaxThreads) {
         throw Error(DELTA_ARG, format("%d threads asked for, possible are 1 to %d (0: physical cores)", n_threads, kMaxThreads));
     }
+}
+
+ThreadPool::ThreadPool(int32_t n_threads) {
+    check_size(n_threads);
     const int32_t n = n_threads == 0 ? std::min(physical_cores(), kMaxThreads) : n_threads;
     // With more threads than processors a spinning thread only keeps a working one away.
     spin_limit_ = n <= usable_cpus() ? kSpins : 0;

@@ -18,6 +18,8 @@ class ThreadPool {
     using Fn = void (*)(void* context, int64_t begin, int64_t end, int32_t thread);
 
     static constexpr int32_t kMaxThreads = 1024;
+    // Throws Error(ARG) unless 0 <= n_threads <= kMaxThreads.
+    static void check_size(int32_t n_threads);
 
     // 0: physical cores. The calling thread is one of them. Throws Error (ARG, DEVICE).
     explicit ThreadPool(int32_t n_threads);

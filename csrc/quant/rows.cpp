@@ -12,7 +12,8 @@
 namespace delta {
 namespace {
 
-const TypeInfo& checked_type(uint32_t id, const void* src, const void* dst, int64_t n_rows, int64_t n_cols) {
+const TypeInfo& checked_type(uint32_t id, const void* src, const void* dst, int64_t n_rows, int64_t n_cols, int32_t n_threads) {
+    ThreadPool::check_size(n_threads);
     const TypeInfo* type = find_type(id);
     if (type == nullptr) {
         throw Error(DELTA_UNSUPPORTED, format("type id %u is unknown, this build has %s", id, type_names()));
@@ -62,7 +63,7 @@ int64_t first_unfit(const TypeInfo& type, const float* x, int64_t n) {
 }  // namespace
 
 void quantize_rows(uint32_t type_id, const float* src, void* dst, int64_t n_rows, int64_t n_cols, int32_t n_threads) {
-    const TypeInfo& type = checked_type(type_id, src, dst, n_rows, n_cols);
+    const TypeInfo& type = checked_type(type_id, src, dst, n_rows, n_cols, n_threads);
     if (type.from_float == nullptr) {
         throw Error(DELTA_UNSUPPORTED, format("this build can read %s but not encode it", type.name));
     }
@@ -85,7 +86,7 @@ void quantize_rows(uint32_t type_id, const float* src, void* dst, int64_t n_rows
 }
 
 void dequantize_rows(uint32_t type_id, const void* src, float* dst, int64_t n_rows, int64_t n_cols, int32_t n_threads) {
-    const TypeInfo& type = checked_type(type_id, src, dst, n_rows, n_cols);
+    const TypeInfo& type = checked_type(type_id, src, dst, n_rows, n_cols, n_threads);
     const size_t bytes = row_bytes(type, n_cols);
     for_each_row(n_rows, n_cols, n_threads, [&](int64_t row) {
         type.to_float(static_cast<const uint8_t*>(src) + static_cast<size_t>(row) * bytes, dst + row * n_cols, n_cols);
