@@ -75,11 +75,12 @@ def ask(model: Path, seed: int) -> None:
             n_tokens += reply.usage.total_tokens
             print()
             for message in row["messages"]:
-                show(message["role"], message.get("content") or str(message.get("tool_calls") or ""))
+                calls = [call_text(**call["function"]) for call in message.get("tool_calls", [])]
+                show(message["role"], " ".join(filter(None, [message.get("content"), *calls])))
             if reply.reasoning:
                 show("thought", reply.reasoning)
             show("answer", answer(reply))
-            show("right", expected(row))
+            show("right", row["answer"] or call_text(**row["tool_call"]))
         seconds = llm.stats["compute_ns"] / 1e9
     print(f"\n{n_right} of {N_QUESTIONS} right; {n_tokens} tokens in {seconds:.1f} s. Ask more: make demo,")
     print(f'or {os.path.relpath(sys.executable)} -m deltallama run {model} "What is GGUF?"')
@@ -100,17 +101,12 @@ def arguments(text: str) -> Any:
 
 
 def answer(reply: Reply) -> str:
-    calls = [call_text(call["function"]["name"], call["function"]["arguments"]) for call in reply.tool_calls]
+    calls = [call_text(**call["function"]) for call in reply.tool_calls]
     return " ".join(filter(None, [reply.content, *calls])) or "(nothing)"
 
 
-def expected(row: Mapping[str, Any]) -> str:
-    call = row.get("tool_call")
-    return row["answer"] or (call_text(call["name"], json.dumps(call["arguments"])) if call else "")
-
-
-def call_text(name: str, arguments: str) -> str:
-    return f"[call {name} {arguments}]"
+def call_text(name: str, arguments: Any) -> str:
+    return f"[call {name} {arguments if isinstance(arguments, str) else json.dumps(arguments)}]"
 
 
 def show(label: str, text: str) -> None:
