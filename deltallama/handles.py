@@ -131,9 +131,8 @@ class ProgressCallback:
         def report(done: int, total: int, user: Any) -> int:
             return 1 if function is not None and function(done, total) else 0
 
-        def failed(kind: Any, error: BaseException, traceback: Any) -> int:
+        def failed(kind: Any, error: BaseException, traceback: Any) -> None:
             self._error = error
-            return 1
 
         self.function = ffi.callback("delta_progress_fn", report, error=1, onerror=failed)
 
