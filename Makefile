@@ -43,9 +43,9 @@ clean:
 # -- the environment: one stamp for each thing that is installed ----------------------------------------------------------
 
 $(VENV)/.tools: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 || \
 		{ echo "deltallama needs Python 3.10 or newer as '$(PYTHON)', found: $$($(PYTHON) --version 2>&1 | tail -n 1)"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	@$(PYTHON) -c 'import ensurepip, venv' >/dev/null 2>&1 || \
 		{ echo "deltallama needs the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	@compiler="$${CXX:-$$(command -v c++ || command -v g++ || command -v clang++ || echo c++)}"; \
 	printf '#include <bit>\n#include <span>\nint main() { return 0; }\n' | $$compiler -std=c++20 -fsyntax-only -x c++ - 2>/dev/null || \
