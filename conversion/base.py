@@ -23,6 +23,7 @@ from .errors import ConversionError, listed
 from .folds import Fold, Types, stack_packed, stack_plain
 
 ONE = "1"  # an axis of length one
+MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # far beyond any model; a damaged count must not become a loop without end
 
 OUTTYPES = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
@@ -83,7 +84,7 @@ class Converter:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.announces_packed = packed.check_scheme(config)
-        self.n_layers = config.integer("num_hidden_layers")
+        self.n_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
         self.widths: dict[str, Width] = {ONE: Width(1, "always")}
         self.read_config()
 
@@ -212,7 +213,9 @@ class Converter:
         names = {source.name for source in unexpected}
         beyond = {name for name in names if (match := _LAYER.search(name)) and int(match[1]) >= self.n_layers}
         quantized = {name for name in names - beyond if _QUANTIZED.fullmatch(name)}
-        unpaired = {name: partner for name in missing if (partner := self._partner(name, rows, text))}
+        present = {(layer, row.fold): text[name] for name, (layer, row) in rows.items() if name in text}
+        partners = {name: present.get((rows[name][0], rows[name][1].fold)) for name in missing}
+        unpaired = {name: partner for name, partner in partners.items() if partner is not None}
         lone = {self.prefix + name for name in missing if name not in unpaired}
         others = names - beyond - quantized
         fields = {field for name in lone | others for part, field in self.deciding_fields.items() if part in name}
@@ -227,15 +230,6 @@ class Converter:
         if others:
             problems.append(f"unexpected: {listed(others)}")
         return ConversionError(f"the tensors are not those of {what}: " + "; ".join(problems))
-
-    @staticmethod
-    def _partner(name: str, rows: dict[str, tuple[int | None, Row]], text: dict[str, Source]) -> Source | None:
-        """A tensor that is there and feeds the same output as the missing one."""
-        layer, row = rows[name]
-        for other, (other_layer, other_row) in rows.items():
-            if other in text and other_layer == layer and other_row.fold == row.fold:
-                return text[other]
-        return None
 
     def _check(self, source: Source, *shapes: tuple[str, ...]) -> None:
         """Check dtype and shape; `shapes` are alternatives, each a list of width names."""

@@ -92,11 +92,13 @@ class Config:
         value = self._find(field)
         return None if value is _ABSENT else value
 
-    def integer(self, field: str, minimum: int = 1) -> int:
-        """A required whole number of at least `minimum`."""
+    def integer(self, field: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+        """A required whole number from `minimum` to `maximum`."""
         value = self._required(field)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.wrong(field, f"a whole number of at least {minimum}")
+        if value > maximum:
+            raise self.wrong(field, f"at most {maximum}")
         return value
 
     def number(self, field: str) -> float:

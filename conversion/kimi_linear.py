@@ -13,7 +13,7 @@ from gguf_ext import Plan
 from gguf_ext import constants as c
 from gguf_ext.constants import GGUFValueType, LlamaFileType
 
-from .base import ONE, Converter, Row, register
+from .base import MAX_EXPERTS, ONE, Converter, Row, register
 from .folds import Copy, NegativeExp, SplitKvB
 
 # Where a context length may stand, in the order of precedence of existing converters.
@@ -191,7 +191,7 @@ class KimiLinear(Converter):
 
     def _read_ffn(self) -> None:
         config = self.config
-        self.n_experts = self.width("num_experts", config.integer("num_experts"), "num_experts")
+        self.n_experts = self.width("num_experts", config.integer("num_experts", maximum=MAX_EXPERTS), "num_experts")
         self.n_used = config.integer("num_experts_per_token")
         if self.n_used > self.n_experts:
             raise config.wrong("num_experts_per_token", f"at most num_experts {self.n_experts}")

@@ -23,6 +23,7 @@ from .errors import ConversionError
 
 RANKS_NAME = "tiktoken.model"
 CONFIG_NAME = "tokenizer_config.json"
+MAX_TOKENS = 1 << 24
 N_RESERVED = 256  # special ids directly above the ranks; those without a name of their own are reserved
 
 
@@ -81,7 +82,7 @@ def read_vocabulary(folder: Path, config: Config, default_template: str | None) 
         ConversionError: a file is missing or malformed, ranks or names are not a consistent vocabulary, or its size is
             not the config's `vocab_size`.
     """
-    size = config.integer("vocab_size")
+    size = config.integer("vocab_size", maximum=MAX_TOKENS)
     ranks = read_ranks(folder / RANKS_NAME)
     names = _special_names(folder / CONFIG_NAME, len(ranks), size)
     tokens = [printable(token) for token in ranks]

@@ -1,0 +1,144 @@
+"""The command line of the conversion: arguments, exit status, messages, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import conversion
+import tiny
+from gguf_ext import GGUFReader
+
+SCRIPT = Path(__file__).parent.parent / "convert_hf_to_gguf.py"
+
+
+def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_script_converts_from_any_folder(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    arguments = (tiny_checkpoint("k3"), "--outfile", "out.gguf", "--outtype", "q8_0", "--verbose")
+    done = run(*arguments, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "KimiK3ForConditionalGeneration with 8 layers" in done.stderr
+    assert "blk.1.ffn_gate_exps.weight: MXFP4, ne (32, 64, 8)" in done.stderr
+    assert "warning: blk.3.attn_q_b.weight: rows of 48 values are not whole Q8_0 blocks; written as F16" in done.stderr
+    assert "written: out.gguf" in done.stderr and "\r" not in done.stderr
+    GGUFReader(tmp_path / "out.gguf").close()
+
+
+def test_cli_dry_run_prints_the_name(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tiny_checkpoint("kl")), "--outfile", str(tmp_path / "{ftype}.gguf"), "--dry-run"]
+    assert conversion.cli_main(arguments) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'bf16.gguf'}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cli_existing_output_needs_force(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "x.gguf"
+    output.write_text("precious")
+    arguments = [str(tiny_checkpoint("kl")), "--outfile", str(output)]
+    assert conversion.cli_main([*arguments, "--dry-run"]) == 1
+    assert conversion.cli_main(arguments) == 1
+    assert f"error: {output} already exists; it is replaced only with --force" in capsys.readouterr().err
+    assert output.read_text() == "precious"
+    assert conversion.cli_main([*arguments, "--force"]) == 0
+    GGUFReader(output).close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "missing is not a folder"),
+        (["."], r"config\.json cannot be read"),
+        (["model", "--outfile", "nowhere/x.gguf"], "the folder nowhere does not exist"),
+        (["model", "--outfile", "{x}.gguf"], "braces may only hold one of"),
+        (["model", "--outfile", "a{.gguf"], "braces may only hold one of"),
+        (["model", "--metadata", "nowhere.json"], r"nowhere\.json cannot be read"),
+    ],
+)
+def test_cli_errors_are_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    tiny.write_checkpoint(tmp_path / "model", "kimi-linear")
+    monkeypatch.chdir(tmp_path)
+    assert conversion.cli_main(arguments) == 1
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1
+    assert re.search(message, error[0])
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["x", "--outtype", "q4_k"], ["x", "--unknown"], ["x", "--split-max-size", "1G"], ["x", "--forc"]]
+)
+def test_cli_wrong_arguments_are_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        conversion.cli_main(arguments)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_cli_lists_what_is_supported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert conversion.cli_main(["--print-supported-models"]) == 0
+    assert capsys.readouterr().out.split() == [
+        "KimiK3ForConditionalGeneration",
+        "KimiLinearForCausalLM",
+        "KimiLinearModel",
+    ]
+
+
+def test_cli_interrupted(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("conversion.folds.packed.repack_expert", interrupted)
+    assert conversion.cli_main([str(tiny_checkpoint("k3")), "--outfile", str(tmp_path / "x.gguf")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_only_on_a_terminal(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """On a terminal a line is redrawn in place and cleared at the end."""
+    master, slave = pty.openpty()
+    code = """
+        import sys, conversion.cli as cli
+        cli._REDRAW_SECONDS = 0
+        sys.exit(cli.cli_main(sys.argv[1:]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tiny_checkpoint("k3")), "--outfile"]
+    with subprocess.Popen([*command, str(tmp_path / "x.gguf")], stderr=slave) as process:
+        os.close(slave)
+        seen = b""
+        with contextlib.suppress(OSError):  # raised when the other end is closed
+            while chunk := os.read(master, 65536):
+                seen += chunk
+    os.close(master)
+    assert process.returncode == 0
+    assert b"\r" in seen and b"100 %" in seen and b"MB/s" in seen
+    assert seen.rstrip().endswith(b"x.gguf")

@@ -1,0 +1,356 @@
+"""GGUF writer and row quantization: refused plans, full disks, killed and competing writers, values that do not fit."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from gguf_ext import GGUFError, GGUFReader, Plan, PlannedTensor
+from gguf_ext import writer as writer_module
+from gguf_ext.constants import GGMLQuantizationType as T
+from gguf_ext.constants import GGUFValueType as V
+from gguf_ext.quants import can_quantize, quantize_rows
+from test_gguf import example_plan
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def never() -> list[bytes]:
+    raise AssertionError("a producer ran although the plan was refused")
+
+
+@pytest.mark.parametrize(
+    ("name", "ne", "type_", "message"),
+    [
+        ("", (4,), T.F32, "has 0 bytes"),
+        ("n" * 64, (4,), T.F32, "has 64 bytes, expected 1 to 63"),
+        ("ü" * 32, (4,), T.F32, "has 64 bytes"),
+        ("x", (), T.F32, "impossible dimensions"),
+        ("x", (1,) * 5, T.F32, "impossible dimensions"),
+        ("x", (4, 0), T.F32, "impossible dimensions"),
+        ("x", (48,), T.Q8_0, "rows of 48 values are not whole Q8_0 blocks of 32"),
+        ("taken", (4,), T.F32, "taken is added twice"),
+    ],
+)
+def test_plan_refuses_tensor(name: str, ne: tuple[int, ...], type_: T, message: str) -> None:
+    plan = Plan()
+    plan.add_tensor(PlannedTensor("taken", (4,), T.F32, never))
+    with pytest.raises(GGUFError, match=message):
+        plan.add_tensor(PlannedTensor(name, ne, type_, never))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "type_", "element", "message"),
+    [
+        ("", 1, V.UINT32, None, "empty"),
+        ("taken", 1, V.UINT32, None, "added twice"),
+        ("k", -1, V.UINT32, None, "key k: the value is not UINT32"),
+        ("k", 2**32, V.UINT32, None, "key k"),
+        ("k", "1", V.UINT32, None, "key k"),
+        ("k", 1e300, V.FLOAT32, None, "key k: the value is not FLOAT32"),
+        ("k", 1, V.BOOL, None, "key k"),
+        ("k", 1, V.STRING, None, "key k: the value is not STRING"),
+        ("k", "\ud800", V.STRING, None, "key k"),
+        ("k", ["a", 1], V.ARRAY, V.STRING, "key k: the value is not ARRAY of STRING"),
+        ("k", [1], V.ARRAY, None, "key k"),
+        ("k", 5, V.ARRAY, V.UINT32, "key k"),
+    ],
+)
+def test_plan_refuses_key(key: str, value: Any, type_: V, element: V | None, message: str) -> None:
+    plan = Plan()
+    plan.add_field("taken", 1, V.UINT32)
+    with pytest.raises(GGUFError, match=message):
+        plan.add_field(key, value, type_, element)
+
+
+def test_size_and_offsets_are_known_before_writing(tmp_path: Path, rng: np.random.Generator) -> None:
+    plan, _ = example_plan(rng)
+    size = len(plan.header()) + plan.data_bytes
+    offsets = plan.offsets()
+    plan.write(tmp_path / "x.gguf")
+    assert (tmp_path / "x.gguf").stat().st_size == size
+    with GGUFReader(tmp_path / "x.gguf") as reader:
+        start = reader.tensors["one"].offset
+        assert {name: info.offset - start for name, info in reader.tensors.items()} == offsets
+
+
+def test_b26_strided_views_give_the_bytes_of_their_copies(tmp_path: Path, rng: np.random.Generator) -> None:
+    values = rng.standard_normal((6, 10)).astype(np.float32)
+    for name, view in {"transposed": values.T, "every_second": values[::2, 1::3], "reversed": values[::-1]}.items():
+        plan = Plan()
+        plan.add_tensor(PlannedTensor("x", view.shape[::-1], T.F32, lambda view=view: [view]))
+        path = tmp_path / f"{name}.gguf"
+        plan.write(path)
+        with GGUFReader(path) as reader:
+            np.testing.assert_array_equal(reader.dequantize("x"), view.copy())
+
+
+# ---- writing: nothing half-written under a final name ----------------------------------------------------------------
+
+
+def one_tensor_plan(produce: Callable[[], Any], n: int = 64) -> Plan:
+    plan = Plan()
+    plan.add_field("general.architecture", "test", V.STRING)
+    plan.add_tensor(PlannedTensor("x", (n,), T.F32, produce))
+    return plan
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([bytes(100), bytes(100)], "tensor x: 256 bytes planned, 200 produced"),
+        ([bytes(200), bytes(100)], "tensor x: 256 bytes planned, at least 300 produced"),
+        ([], "tensor x: 256 bytes planned, 0 produced"),
+    ],
+)
+def test_wrong_amount_of_bytes_is_an_error(tmp_path: Path, chunks: list[bytes], message: str) -> None:
+    with pytest.raises(GGUFError, match=message):
+        one_tensor_plan(lambda: chunks).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_failing_producer_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    def produce() -> Iterator[bytes]:
+        yield bytes(100)
+        raise error
+
+    with pytest.raises(type(error)):
+        one_tensor_plan(produce).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == []
+
+
+def test_existing_output_needs_force(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_text("precious")
+    with pytest.raises(GGUFError, match=r"x\.gguf already exists.*--force"):
+        one_tensor_plan(never).write(path)
+    assert path.read_text() == "precious"
+    one_tensor_plan(lambda: [bytes(256)]).write(path, force=True)
+    GGUFReader(path).close()
+    assert names(tmp_path) == ["x.gguf"]
+
+
+def test_failure_with_force_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_text("precious")
+    with pytest.raises(GGUFError, match="produced"):
+        one_tensor_plan(lambda: []).write(path, force=True)
+    assert path.read_text() == "precious"
+    assert names(tmp_path) == ["x.gguf"]
+
+
+def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+
+    def produce() -> list[bytes]:
+        path.write_text("precious")
+        return [bytes(256)]
+
+    with pytest.raises(GGUFError, match="appeared while it was being written"):
+        one_tensor_plan(produce).write(path)
+    assert path.read_text() == "precious"
+    assert names(tmp_path) == ["x.gguf"]
+
+
+@pytest.mark.parametrize("target_exists", [True, False])
+def test_links_are_not_followed(tmp_path: Path, target_exists: bool) -> None:
+    target, link = tmp_path / "target", tmp_path / "x.gguf"
+    if target_exists:
+        target.write_text("precious")
+    link.symlink_to(target)
+    with pytest.raises(GGUFError, match="already exists"):
+        one_tensor_plan(never).write(link)
+    one_tensor_plan(lambda: [bytes(256)]).write(link, force=True)
+    assert not link.is_symlink()
+    assert target.exists() == target_exists and (not target_exists or target.read_text() == "precious")
+
+
+def test_link_under_the_partial_name_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / "x.gguf.partial").symlink_to(target)
+    with pytest.raises(GGUFError, match=r"x\.gguf\.partial: cannot be created"):
+        one_tensor_plan(never).write(tmp_path / "x.gguf")
+    (tmp_path / "x.gguf.partial").unlink()
+    (tmp_path / "x.gguf.partial").hardlink_to(target)
+    with pytest.raises(GGUFError, match="in the way"):
+        one_tensor_plan(never).write(tmp_path / "x.gguf")
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("path", ["missing/x.gguf", "."])
+def test_folder_faults_are_named(tmp_path: Path, path: str) -> None:
+    with pytest.raises(GGUFError, match="does not exist|is a folder"):
+        one_tensor_plan(never).write(tmp_path / path)
+
+
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    """The second is refused while the first is at work, and does not disturb it."""
+    path = tmp_path / "x.gguf"
+
+    def produce() -> list[bytes]:
+        with pytest.raises(GGUFError, match="another process is writing this file"):
+            one_tensor_plan(never).write(path)
+        return [bytes(256)]
+
+    one_tensor_plan(produce).write(path)
+    GGUFReader(path).close()
+
+
+def test_a7_disk_too_small_is_known_before_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = writer_module.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(writer_module.shutil, "disk_usage", lambda _: usage._replace(free=300))
+    with pytest.raises(GGUFError, match=r"x\.gguf: \d+ bytes are needed, but only 300 are free"):
+        one_tensor_plan(never).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "quota"),
+        (errno.EFBIG, "file size limit"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_a7_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str) -> None:
+    real, calls = os.write, []
+
+    def write(handle: int, data: memoryview) -> int:
+        calls.append(len(data))
+        if len(calls) > 5:
+            raise OSError(number, os.strerror(number))
+        return real(handle, data[:50])  # short writes must be continued
+
+    monkeypatch.setattr(writer_module.os, "write", write)
+    with pytest.raises(GGUFError, match=rf"x\.gguf: .*{message}.*: 228 of \d+ bytes were written"):
+        one_tensor_plan(lambda: [bytes(256)]).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == []
+
+
+SUBPROCESS = """
+    import resource, sys, time
+    from pathlib import Path
+    from gguf_ext import GGUFError, Plan, PlannedTensor
+    from gguf_ext.constants import GGMLQuantizationType
+
+    def produce():
+        for n in range(64):
+            yield bytes([n]) * 1024
+            print(n, flush=True)
+            time.sleep(float(sys.argv[2]))
+
+    plan = Plan()
+    plan.add_tensor(PlannedTensor("x", (16384,), GGMLQuantizationType.F32, produce))
+"""
+
+
+def script(body: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(SUBPROCESS) + textwrap.dedent(body)]
+
+
+def test_a7_file_size_limit_of_the_process(tmp_path: Path) -> None:
+    body = """
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+        try:
+            plan.write(Path(sys.argv[1]))
+        except GGUFError as error:
+            print(error)
+    """
+    command = [*script(body), str(tmp_path / "x.gguf"), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "this process may write files of 20000 bytes at most" in done.stdout
+    assert names(tmp_path) == []
+
+
+def test_killed_writer_leaves_only_a_partial_and_the_next_run_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    body = "plan.write(Path(sys.argv[1]))"
+    with subprocess.Popen([*script(body), str(path), "0.1"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+    assert names(tmp_path) == ["x.gguf.partial"]
+    subprocess.run([*script(body), str(path), "0"], stdout=subprocess.DEVNULL, timeout=60, check=True)
+    assert names(tmp_path) == ["x.gguf"]
+    with GGUFReader(path) as reader:
+        expected = b"".join(bytes([n]) * 1024 for n in range(64))
+        assert reader.data("x").tobytes() == expected
+
+
+def test_lock_is_given_up_when_the_writer_ends(tmp_path: Path) -> None:
+    """A leftover of a killed run is taken over; one that is locked is not."""
+    partial = tmp_path / "x.gguf.partial"
+    partial.write_bytes(b"leftover" * 1000)
+    with partial.open("rb") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(GGUFError, match="another process"):
+            one_tensor_plan(never).write(tmp_path / "x.gguf")
+    one_tensor_plan(lambda: [bytes(256)]).write(tmp_path / "x.gguf")
+    assert names(tmp_path) == ["x.gguf"]
+    GGUFReader(tmp_path / "x.gguf").close()
+
+
+def test_progress_counts_to_the_end(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    size = one_tensor_plan(lambda: [bytes(128), bytes(128)]).write(
+        tmp_path / "x.gguf", progress=lambda *event: seen.append(event)
+    )
+    assert [event[0] for event in seen] == ["x", "x"]
+    assert seen[-1] == ("x", size, size)
+
+
+# ---- row quantization ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_", [T.F32, T.F16, T.BF16, T.Q8_0])
+def test_slabs_of_rows_equal_the_whole(rng: np.random.Generator, type_: T) -> None:
+    rows = (rng.standard_normal((23, 96)) * rng.choice([1e-3, 1, 1e3], (23, 1))).astype(np.float32)
+    whole = quantize_rows(rows, type_, "x")
+    slabs = np.concatenate([quantize_rows(rows[n : n + 5], type_, "x", n) for n in range(0, 23, 5)])
+    np.testing.assert_array_equal(whole, slabs)
+    np.testing.assert_array_equal(whole, gguf.quantize(rows, type_).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("type_", "value"),
+    [(T.F16, 65520.0), (T.F16, -1e9), (T.Q8_0, 65520.0 * 127), (T.F32, np.inf), (T.BF16, np.nan), (T.Q8_0, -np.inf)],
+)
+def test_values_that_do_not_fit_are_named(type_: T, value: float) -> None:
+    rows = np.zeros((4, 32), np.float32)
+    rows[2, 5] = value
+    with pytest.raises(GGUFError, match=r"tensor w: row 102, column 5: .* (does not fit|not a finite number)"):
+        quantize_rows(rows, type_, "w", first_row=100)
+
+
+def test_largest_values_that_fit(rng: np.random.Generator) -> None:
+    rows = np.full((1, 32), 65519.0, np.float32)
+    assert np.isfinite(quantize_rows(rows, T.F16, "w").view(np.float16)).all()
+    rows *= 127
+    assert np.isfinite(gguf.dequantize(quantize_rows(rows, T.Q8_0, "w"), T.Q8_0)).all()
+
+
+def test_types_that_are_not_written() -> None:
+    assert not can_quantize(T.Q4_0, 32)
+    assert not can_quantize(T.Q8_0, 48)
+    with pytest.raises(GGUFError, match="tensor w: rows of 48 values cannot be written as Q8_0"):
+        quantize_rows(np.zeros((1, 48), np.float32), T.Q8_0, "w")
