@@ -78,14 +78,16 @@ class Handles:
 
     def __init__(self, path: str | os.PathLike[str], params: Params) -> None:
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that holds the lock
+        self._alive = threading.Lock()  # held for moments only: cancelling cannot wait for the running call
         self._pid = os.getpid()
         self.closed = False
         model, session = ffi.new("delta_model **"), ffi.new("delta_session **")
         status = lib.delta_model_open(native_path(path), params.struct, model)
-        params.reraise()
-        call(status)
-        self.model = model[0]
+        self.model = model[0]  # null after a failure, which closing allows
         try:
+            params.reraise()
+            call(status)
             call(lib.delta_session_create(self.model, session))
         except BaseException:
             lib.delta_model_close(self.model)
@@ -103,33 +105,56 @@ class Handles:
 
     @contextmanager
     def use(self) -> Iterator[None]:
+        """The right to call the library with these handles.
+
+        Raises:
+            StateError: closed, forked, or inside a call already (from a progress function or a signal handler).
+        """
         self.check()
-        with self._lock:
+        with self._exclusive():
             self.check()
             yield
 
+    def cancel(self) -> None:
+        """Cancels the running call, if there is one."""
+        with self._alive:
+            self.check()
+            lib.delta_model_cancel(self.model)
+
     def close(self) -> None:
+        """Frees the model once the running call has ended; nothing happens when closed already, or after a fork."""
         if self.closed or self._pid != os.getpid():
             return
-        lib.delta_model_cancel(self.model)
-        with self._lock:
+        with self._exclusive(), self._alive:
             if not self.closed:
                 self.closed = True
                 lib.delta_session_free(self.session)
                 lib.delta_model_close(self.model)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._owner == threading.get_ident():
+            raise StateError("the model is computing: a progress function or signal handler can only cancel it")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
 
 
 class ProgressCallback:
     """A native progress function that calls a Python one, stops when that raises, and raises it again afterwards.
 
     It is used without a Python function too: returning to the interpreter is what lets Ctrl-C interrupt a long prompt.
+    `stopped` is asked as well, whether to stop.
     """
 
-    def __init__(self, function: Progress | None) -> None:
+    def __init__(self, function: Progress | None, stopped: Callable[[], bool] = lambda: False) -> None:
         self._error: BaseException | None = None
 
         def report(done: int, total: int, user: Any) -> int:
-            return 1 if function is not None and function(done, total) else 0
+            return 1 if (function is not None and function(done, total)) or stopped() else 0
 
         def failed(kind: Any, error: BaseException, traceback: Any) -> None:
             self._error = error

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import numpy as np
@@ -115,7 +115,7 @@ class Llama:
         self._turn = threading.Lock()  # who may move the timeline; held by a stream over its whole life
         self._turn_thread: int | None = None
         self._cancelled = False
-        self._finalizer = weakref.finalize(self, self._handles.close)
+        weakref.finalize(self, self._handles.close)
         info, memory = new_struct("delta_model_info"), new_struct("delta_memory")
         call(lib.delta_model_info_get(self._handles.model, info))
         call(lib.delta_model_memory(self._handles.model, memory))
@@ -342,14 +342,16 @@ class Llama:
 
     def cancel(self) -> None:
         """Makes the running call raise CancelledError at its next step; from any thread. Does nothing without one."""
-        self._handles.check()
-        if self._turn.locked():
-            self._cancelled = True
-            lib.delta_model_cancel(self._handles.model)
+        self._cancelled = True  # taking a turn clears it
+        self._handles.cancel()
 
     def close(self) -> None:
         """Frees the model; a running call is cancelled first. May be called again."""
-        self._finalizer()
+        if not self.closed:
+            self._cancelled = True
+            with suppress(StateError):  # closed meanwhile, or forked
+                self._handles.cancel()
+            self._handles.close()
 
     @property
     def closed(self) -> bool:
@@ -394,7 +396,7 @@ class Llama:
 
     def _sync(self, tokens: Sequence[int], progress: Progress | None) -> SyncResult:
         result = new_struct("delta_sync_result")
-        report = ProgressCallback(progress)
+        report = ProgressCallback(progress, lambda: self._cancelled)
         ids = native_ids(tokens)
         with self._handles.use():
             status = lib.delta_session_sync(self._handles.session, ids, len(ids), report.function, ffi.NULL, result)
@@ -416,12 +418,13 @@ class Llama:
 
     def _complete(self, run: _Run, text: TextStream) -> Generator[str, None, Completion]:
         pieces: list[str] = []
-        for token in run:
-            if piece := text.push(self.tokenizer.piece(token)):
-                pieces.append(piece)
-                yield piece
-            if text.stopped is not None:
-                run.stop()
+        with closing(run.start()) as tokens:
+            for token in tokens:
+                if piece := text.push(self.tokenizer.piece(token)):
+                    pieces.append(piece)
+                    yield piece
+                if text.stopped is not None:
+                    run.stop()
         if piece := text.finish():
             pieces.append(piece)
             yield piece
@@ -436,11 +439,12 @@ class Llama:
                 texts[channel].append(piece)
                 yield Delta(**{channel: piece})
 
-        for token in run:
-            for channel, data in parser.push(token):
-                yield from show(channel, streams[channel].push(data))
-            if streams["content"].stopped is not None:
-                run.stop()
+        with closing(run.start()) as tokens:
+            for token in tokens:
+                for channel, data in parser.push(token):
+                    yield from show(channel, streams[channel].push(data))
+                if streams["content"].stopped is not None:
+                    run.stop()
         for channel in texts:
             yield from show(channel, streams[channel].finish())
         if parser.reasoning_was_content:
@@ -455,7 +459,7 @@ class Llama:
 
 
 class _Run:
-    """One generation: iterating computes the prompt, then yields tokens; the ending token is kept but not yielded."""
+    """One generation."""
 
     def __init__(
         self, llm: Llama, prompt: Sequence[int], max_tokens: int | None, sampler: Sampler, progress: Progress | None
@@ -478,7 +482,8 @@ class _Run:
         """Ends the iteration: the caller has seen a stop string."""
         self._stopped, self.finish_reason = True, "stop"
 
-    def __iter__(self) -> Iterator[int]:
+    def start(self) -> Generator[int, None, None]:
+        """Computes the prompt, then yields the tokens drawn; the one that ends the text is kept, but not yielded."""
         llm = self.llm
         with llm._take_turn():
             self.n_cached = llm._sync(self.prompt, self.progress).n_reused
@@ -492,6 +497,7 @@ class _Run:
                 if self._stopped or len(self.tokens) == self.max_tokens:
                     return
                 if llm._cancelled:
+                    llm._handles.check()  # closing cancels, and has more to say
                     raise CancelledError("cancelled")
                 try:
                     llm._eval([token], "last")

@@ -397,6 +397,38 @@ def test_cancel_from_another_thread(slow: Llama) -> None:
         list(stream)
 
 
+def test_progress_functions_cannot_reenter(slow: Llama) -> None:
+    for use in (lambda: slow.n_tokens, slow.close, slow.reset, lambda: slow.generate([1])):
+        with pytest.raises(StateError, match="progress|stream"):
+            slow.sync(LONG, progress=lambda done, total, use=use: use())
+    assert not slow.closed and slow.generate(PROMPT, max_tokens=3).tokens
+
+
+def test_cancel_and_close_race_without_harm(k3_path: Path) -> None:
+    for _ in range(5):
+        model = Llama(k3_path, n_ctx=4096, n_batch=1)
+        outcome: list[BaseException] = []
+
+        def work(model: Llama = model, outcome: list[BaseException] = outcome) -> None:
+            try:
+                while True:
+                    model.sync(LONG)
+            except (CancelledError, StateError) as error:
+                outcome.append(error)
+
+        def cancel(model: Llama = model) -> None:
+            with contextlib.suppress(StateError):
+                while True:
+                    model.cancel()
+
+        threads = [threading.Thread(target=work), threading.Thread(target=cancel), threading.Thread(target=model.close)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(outcome) == 1 and model.closed
+
+
 def test_what_progress_raises_arrives(slow: Llama) -> None:
     def progress(done: int, total: int) -> None:
         raise RuntimeError("from the callback")
