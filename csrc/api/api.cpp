@@ -26,7 +26,8 @@ void require(const void* pointer, const char* name) {
 
 void require_size(uint32_t found, size_t expected, const char* name) {
     if (found != expected) {
-        throw Error(DELTA_ABI, format("%s.size is %u, this library expects %zu (interface version %d)", name, found, expected, DELTA_ABI_VERSION));
+        throw Error(DELTA_ABI, format("%s.size is %u, this library expects %zu (interface version %d)", name, found, expected,
+                                      DELTA_ABI_VERSION));
     }
 }
 
@@ -111,8 +112,9 @@ const char* delta_build_info(void) {
 #else
     constexpr const char* isas = "generic";
 #endif
-    static const std::string text = format("compiler %s; kernels %s; build type %s; sanitizers %s", __VERSION__, isas, DELTALLAMA_BUILD_TYPE,
-                                           DELTALLAMA_SANITIZE[0] == '\0' ? "none" : DELTALLAMA_SANITIZE);
+    static const std::string text =
+        format("compiler %s; kernels %s; build type %s; sanitizers %s", __VERSION__, isas, DELTALLAMA_BUILD_TYPE,
+               DELTALLAMA_SANITIZE[0] == '\0' ? "none" : DELTALLAMA_SANITIZE);
     return text.c_str();
 }
 
@@ -163,7 +165,8 @@ delta_status delta_model_open(const char* path, const delta_model_params* params
     });
 }
 
-delta_status delta_model_plan(const char* path, const delta_model_params* params, delta_model_info* info, delta_memory* memory) {
+delta_status delta_model_plan(const char* path, const delta_model_params* params, delta_model_info* info,
+                              delta_memory* memory) {
     return guard([&] {
         require(info, "info");
         require(memory, "memory");
@@ -221,7 +224,8 @@ delta_status delta_model_meta(const delta_model* model, const char* key, char* b
         const std::string text = file.text(*value);
         if (buffer != nullptr) {
             if (capacity < text.size() + 1) {
-                throw Error(DELTA_ARG, format("the value of %s needs %zu bytes, capacity is %zu", key, text.size() + 1, capacity));
+                throw Error(DELTA_ARG,
+                            format("the value of %s needs %zu bytes, capacity is %zu", key, text.size() + 1, capacity));
             }
             std::memcpy(buffer, text.c_str(), text.size() + 1);
         }
@@ -229,7 +233,9 @@ delta_status delta_model_meta(const delta_model* model, const char* key, char* b
     });
 }
 
-int delta_model_is_stop(const delta_model* model, int32_t token) { return model != nullptr && model->model->is_stop(token) ? 1 : 0; }
+int delta_model_is_stop(const delta_model* model, int32_t token) {
+    return model != nullptr && model->model->is_stop(token) ? 1 : 0;
+}
 
 void delta_model_cancel(delta_model* model) {
     if (model != nullptr && model->model->busy.load()) {
@@ -265,8 +271,8 @@ delta_status delta_session_free(delta_session* session) {
     });
 }
 
-delta_status delta_session_sync(delta_session* session, const int32_t* tokens, size_t n_tokens, delta_progress_fn progress, void* user,
-                                delta_sync_result* result) {
+delta_status delta_session_sync(delta_session* session, const int32_t* tokens, size_t n_tokens, delta_progress_fn progress,
+                                void* user, delta_sync_result* result) {
     return guard([&] {
         require(session, "session");
         if (result != nullptr) {
@@ -364,7 +370,9 @@ delta_status delta_session_logits(delta_session* session, int64_t row, const flo
     });
 }
 
-size_t delta_session_logits_count(const delta_session* session) { return session == nullptr ? 0 : session->session->n_logits(); }
+size_t delta_session_logits_count(const delta_session* session) {
+    return session == nullptr ? 0 : session->session->n_logits();
+}
 
 delta_status delta_session_top(delta_session* session, int64_t row, delta_top_token* top, uint32_t n) {
     return guard([&] {
@@ -432,10 +440,15 @@ size_t delta_row_bytes(uint32_t type, int64_t n_cols) {
     return info == nullptr || n_cols < 0 || n_cols % info->block != 0 ? 0 : row_bytes(*info, n_cols);
 }
 
-delta_status delta_quantize_rows(uint32_t type, const float* src, void* dst, int64_t n_rows, int64_t n_cols, uint32_t n_threads) {
-    return guard([&] { quantize_rows(type, src, dst, n_rows, n_cols, static_cast<int32_t>(std::min<uint32_t>(n_threads, INT32_MAX))); });
+delta_status delta_quantize_rows(uint32_t type, const float* src, void* dst, int64_t n_rows, int64_t n_cols,
+                                 uint32_t n_threads) {
+    return guard(
+        [&] { quantize_rows(type, src, dst, n_rows, n_cols, static_cast<int32_t>(std::min<uint32_t>(n_threads, INT32_MAX))); });
 }
 
-delta_status delta_dequantize_rows(uint32_t type, const void* src, float* dst, int64_t n_rows, int64_t n_cols, uint32_t n_threads) {
-    return guard([&] { dequantize_rows(type, src, dst, n_rows, n_cols, static_cast<int32_t>(std::min<uint32_t>(n_threads, INT32_MAX))); });
+delta_status delta_dequantize_rows(uint32_t type, const void* src, float* dst, int64_t n_rows, int64_t n_cols,
+                                   uint32_t n_threads) {
+    return guard([&] {
+        dequantize_rows(type, src, dst, n_rows, n_cols, static_cast<int32_t>(std::min<uint32_t>(n_threads, INT32_MAX)));
+    });
 }

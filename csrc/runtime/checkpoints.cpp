@@ -4,7 +4,9 @@
 
 namespace delta {
 
-bool CheckpointStore::Place::owned_by(int32_t slot) const { return std::find(owners.begin(), owners.end(), slot) != owners.end(); }
+bool CheckpointStore::Place::owned_by(int32_t slot) const {
+    return std::find(owners.begin(), owners.end(), slot) != owners.end();
+}
 
 size_t CheckpointStore::count(int32_t slot) const {
     return static_cast<size_t>(std::count_if(places_.begin(), places_.end(), [&](const Place& p) { return p.owned_by(slot); }));
@@ -16,25 +18,32 @@ size_t CheckpointStore::count() const {
 
 CheckpointStore::Place* CheckpointStore::find(int32_t slot, size_t position) {
     for (Place& place : places_) {
-        if (place.position == position && place.owned_by(slot)) return &place;
+        if (place.position == position && place.owned_by(slot)) {
+            return &place;
+        }
     }
     return nullptr;
 }
 
 bool CheckpointStore::has(int32_t slot, size_t position) const {
-    return std::any_of(places_.begin(), places_.end(), [&](const Place& p) { return p.position == position && p.owned_by(slot); });
+    return std::any_of(places_.begin(), places_.end(),
+                       [&](const Place& p) { return p.position == position && p.owned_by(slot); });
 }
 
 size_t CheckpointStore::newest(int32_t slot, size_t limit) const {
     size_t best = 0;
     for (const Place& place : places_) {
-        if (place.position <= limit && place.owned_by(slot)) best = std::max(best, place.position);
+        if (place.position <= limit && place.owned_by(slot)) {
+            best = std::max(best, place.position);
+        }
     }
     return best;
 }
 
 void CheckpointStore::save(int32_t slot, size_t position, const uint8_t* recurrent) {
-    if (places_.empty() || has(slot, position)) return;
+    if (places_.empty() || has(slot, position)) {
+        return;
+    }
     std::vector<int32_t> owners{slot};  // before a place is taken: nothing after it can fail
     const size_t index = take_place(slot, position);
     backend_.copy(data(index), recurrent, bytes_each_);
@@ -51,23 +60,31 @@ void CheckpointStore::restore(int32_t slot, size_t position, uint8_t* recurrent)
 
 void CheckpointStore::drop_beyond(int32_t slot, size_t position) {
     for (Place& place : places_) {
-        if (place.position > position) std::erase(place.owners, slot);
+        if (place.position > position) {
+            std::erase(place.owners, slot);
+        }
     }
 }
 
 void CheckpointStore::drop_all(int32_t slot) {
-    for (Place& place : places_) std::erase(place.owners, slot);
+    for (Place& place : places_) {
+        std::erase(place.owners, slot);
+    }
 }
 
 void CheckpointStore::share(int32_t from, int32_t to) {
     for (Place& place : places_) {
-        if (place.owned_by(from)) place.owners.push_back(to);
+        if (place.owned_by(from)) {
+            place.owners.push_back(to);
+        }
     }
 }
 
 size_t CheckpointStore::take_place(int32_t slot, size_t position) {
     for (size_t i = 0; i < places_.size(); ++i) {
-        if (places_[i].owners.empty()) return i;
+        if (places_[i].owners.empty()) {
+            return i;
+        }
     }
     const size_t victim = victim_of(slot, position);
     places_[victim].owners.clear();
@@ -82,23 +99,30 @@ size_t CheckpointStore::victim_of(int32_t slot, size_t position_now) const {
     std::vector<size_t> counts(static_cast<size_t>(slot) + 1, 0);  // checkpoints per slot
     for (const Place& place : places_) {
         for (const int32_t owner : place.owners) {
-            if (static_cast<size_t>(owner) >= counts.size()) counts.resize(static_cast<size_t>(owner) + 1, 0);
+            if (static_cast<size_t>(owner) >= counts.size()) {
+                counts.resize(static_cast<size_t>(owner) + 1, 0);
+            }
             ++counts[static_cast<size_t>(owner)];
         }
     }
     ++counts[static_cast<size_t>(slot)];
     int32_t loser = slot;  // among equals, the one that asks
     for (size_t owner = 0; owner < counts.size(); ++owner) {
-        if (counts[owner] > counts[static_cast<size_t>(loser)]) loser = static_cast<int32_t>(owner);
+        if (counts[owner] > counts[static_cast<size_t>(loser)]) {
+            loser = static_cast<int32_t>(owner);
+        }
     }
 
     std::vector<size_t> chain;  // places of the loser, by position
     for (size_t i = 0; i < places_.size(); ++i) {
-        if (places_[i].owned_by(loser)) chain.push_back(i);
+        if (places_[i].owned_by(loser)) {
+            chain.push_back(i);
+        }
     }
     std::sort(chain.begin(), chain.end(), [&](size_t a, size_t b) { return places_[a].position < places_[b].position; });
     if (counts[static_cast<size_t>(loser)] < 2) {
-        const auto oldest = std::min_element(places_.begin(), places_.end(), [](const Place& a, const Place& b) { return a.used < b.used; });
+        const auto oldest =
+            std::min_element(places_.begin(), places_.end(), [](const Place& a, const Place& b) { return a.used < b.used; });
         return static_cast<size_t>(oldest - places_.begin());
     }
 

@@ -30,7 +30,7 @@ struct StateHeader {
     char magic[8];
     uint32_t version;
     uint32_t header_bytes;
-    uint64_t fingerprint;  // of the model
+    uint64_t fingerprint;                                              // of the model
     uint32_t n_kda, n_mla, conv_rows, n_head, head_dim, latent_width;  // StateLayout
     uint32_t cache_type;
     uint32_t n_vocab;
@@ -66,7 +66,8 @@ StateHeader header_of(const Model& model, size_t n_tokens, bool has_logits) {
 uint64_t state_bytes(const StateHeader& h) { return h.recurrent_bytes + h.n_mla * h.n_tokens * h.latent_row_bytes; }
 
 uint64_t file_bytes(const StateHeader& h) {
-    return sizeof(StateHeader) + h.n_tokens * sizeof(int32_t) + state_bytes(h) + h.has_logits * h.n_vocab * sizeof(float) + sizeof(uint64_t);
+    return sizeof(StateHeader) + h.n_tokens * sizeof(int32_t) + state_bytes(h) + h.has_logits * h.n_vocab * sizeof(float) +
+           sizeof(uint64_t);
 }
 
 [[noreturn]] void io_error(const char* action, const std::string& path, int error_number) {
@@ -82,12 +83,18 @@ class Output {
             path_ = format("%s.partial-%ld-%u", target.c_str(), static_cast<long>(getpid()), counter++);
             fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
         } while (fd_ < 0 && errno == EEXIST);  // left behind by a killed process of the same number
-        if (fd_ < 0) io_error("cannot create", path_, errno);
+        if (fd_ < 0) {
+            io_error("cannot create", path_, errno);
+        }
     }
 
     ~Output() {
-        if (fd_ >= 0) ::close(fd_);
-        if (!published_) ::unlink(path_.c_str());
+        if (fd_ >= 0) {
+            ::close(fd_);
+        }
+        if (!published_) {
+            ::unlink(path_.c_str());
+        }
     }
     Output(const Output&) = delete;
     Output& operator=(const Output&) = delete;
@@ -100,11 +107,17 @@ class Output {
     void publish() {
         const uint64_t digest = sum_.digest();
         write_plain(&digest, sizeof digest);
-        if (::fsync(fd_) != 0) io_error("cannot write", path_, errno);
+        if (::fsync(fd_) != 0) {
+            io_error("cannot write", path_, errno);
+        }
         const int closed = ::close(fd_);
         fd_ = -1;
-        if (closed != 0) io_error("cannot write", path_, errno);
-        if (std::rename(path_.c_str(), target_.c_str()) != 0) io_error("cannot replace", target_, errno);
+        if (closed != 0) {
+            io_error("cannot write", path_, errno);
+        }
+        if (std::rename(path_.c_str(), target_.c_str()) != 0) {
+            io_error("cannot replace", target_, errno);
+        }
         published_ = true;
         sync_folder();
     }
@@ -114,8 +127,12 @@ class Output {
         const auto* at = static_cast<const uint8_t*>(data);
         while (n_bytes > 0) {
             const ssize_t n = ::write(fd_, at, std::min(n_bytes, size_t{1} << 30));
-            if (n < 0 && errno == EINTR) continue;
-            if (n <= 0) io_error("cannot write", path_, n == 0 ? ENOSPC : errno);
+            if (n < 0 && errno == EINTR) {
+                continue;
+            }
+            if (n <= 0) {
+                io_error("cannot write", path_, n == 0 ? ENOSPC : errno);
+            }
             at += n;
             n_bytes -= static_cast<size_t>(n);
         }
@@ -126,7 +143,9 @@ class Output {
         const size_t slash = target_.rfind('/');
         const std::string folder = slash == std::string::npos ? "." : target_.substr(0, slash + 1);
         const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        if (fd < 0) return;
+        if (fd < 0) {
+            return;
+        }
         ::fsync(fd);
         ::close(fd);
     }
@@ -140,7 +159,9 @@ class Output {
 class Input {
    public:
     explicit Input(const std::string& path) : path_(path), fd_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-        if (fd_ < 0) io_error("cannot open", path_, errno);
+        if (fd_ < 0) {
+            io_error("cannot open", path_, errno);
+        }
     }
     ~Input() { ::close(fd_); }
     Input(const Input&) = delete;
@@ -150,8 +171,12 @@ class Input {
 
     uint64_t size() const {
         struct stat info;
-        if (::fstat(fd_, &info) != 0) io_error("cannot read", path_, errno);
-        if (!S_ISREG(info.st_mode)) throw Error(DELTA_IO, format("%s is not a regular file", path_.c_str()));
+        if (::fstat(fd_, &info) != 0) {
+            io_error("cannot read", path_, errno);
+        }
+        if (!S_ISREG(info.st_mode)) {
+            throw Error(DELTA_IO, format("%s is not a regular file", path_.c_str()));
+        }
         return static_cast<uint64_t>(info.st_size);
     }
 
@@ -159,9 +184,16 @@ class Input {
         auto* at = static_cast<uint8_t*>(data);
         while (n_bytes > 0) {
             const ssize_t n = ::pread(fd_, at, std::min(n_bytes, size_t{1} << 30), static_cast<off_t>(offset));
-            if (n < 0 && errno == EINTR) continue;
-            if (n < 0) io_error("cannot read", path_, errno);
-            if (n == 0) throw Error(DELTA_FORMAT, format("%s ends at byte %llu while it is read", path(), static_cast<unsigned long long>(offset)));
+            if (n < 0 && errno == EINTR) {
+                continue;
+            }
+            if (n < 0) {
+                io_error("cannot read", path_, errno);
+            }
+            if (n == 0) {
+                throw Error(DELTA_FORMAT,
+                            format("%s ends at byte %llu while it is read", path(), static_cast<unsigned long long>(offset)));
+            }
             at += n;
             offset += static_cast<uint64_t>(n);
             n_bytes -= static_cast<size_t>(n);
@@ -174,9 +206,11 @@ class Input {
 };
 
 void expect(const Input& file, const char* what, uint64_t expected, uint64_t found, delta_status status) {
-    if (expected == found) return;
-    throw Error(status, format("%s: %s: expected %llu, found %llu", file.path(), what, static_cast<unsigned long long>(expected),
-                               static_cast<unsigned long long>(found)));
+    if (expected == found) {
+        return;
+    }
+    throw Error(status, format("%s: %s: expected %llu, found %llu", file.path(), what,
+                               static_cast<unsigned long long>(expected), static_cast<unsigned long long>(found)));
 }
 
 StateHeader read_header(const Input& file, const Model& model) {
@@ -187,7 +221,9 @@ StateHeader read_header(const Input& file, const Model& model) {
                                          static_cast<unsigned long long>(size), sizeof found));
     }
     file.read(&found, sizeof found, 0);
-    if (std::memcmp(found.magic, kMagic, sizeof kMagic) != 0) throw Error(DELTA_FORMAT, format("%s is no saved session: its first bytes are not DELTASES", file.path()));
+    if (std::memcmp(found.magic, kMagic, sizeof kMagic) != 0) {
+        throw Error(DELTA_FORMAT, format("%s is no saved session: its first bytes are not DELTASES", file.path()));
+    }
     const StateHeader wanted = header_of(model, 0, false);
     expect(file, "version of the format", wanted.version, found.version, DELTA_UNSUPPORTED);
     expect(file, "bytes of the header", wanted.header_bytes, found.header_bytes, DELTA_FORMAT);
@@ -199,14 +235,16 @@ StateHeader read_header(const Input& file, const Model& model) {
     expect(file, "width of a latent row", wanted.latent_width, found.latent_width, DELTA_UNSUPPORTED);
     expect(file, "size of the vocabulary", wanted.n_vocab, found.n_vocab, DELTA_UNSUPPORTED);
     if (wanted.fingerprint != found.fingerprint) {
-        throw Error(DELTA_UNSUPPORTED, format("%s was saved with another model: expected fingerprint %016llx, found %016llx", file.path(),
-                                              static_cast<unsigned long long>(wanted.fingerprint),
+        throw Error(DELTA_UNSUPPORTED, format("%s was saved with another model: expected fingerprint %016llx, found %016llx",
+                                              file.path(), static_cast<unsigned long long>(wanted.fingerprint),
                                               static_cast<unsigned long long>(found.fingerprint)));
     }
     expect(file, "type id of the latent cache", wanted.cache_type, found.cache_type, DELTA_UNSUPPORTED);
     expect(file, "bytes of the recurrent state", wanted.recurrent_bytes, found.recurrent_bytes, DELTA_FORMAT);
     expect(file, "bytes of a latent row", wanted.latent_row_bytes, found.latent_row_bytes, DELTA_FORMAT);
-    if (found.has_logits > 1) expect(file, "logits flag", 1, found.has_logits, DELTA_FORMAT);
+    if (found.has_logits > 1) {
+        expect(file, "logits flag", 1, found.has_logits, DELTA_FORMAT);
+    }
     if (found.n_tokens > static_cast<uint64_t>(model.layout.n_ctx)) {
         throw Error(DELTA_CONTEXT_FULL, format("%s holds %llu tokens, a session of this model at most %d (n_ctx)", file.path(),
                                                static_cast<unsigned long long>(found.n_tokens), model.layout.n_ctx));
@@ -235,10 +273,14 @@ void save_session(Session& session, const char* path) {
     const SessionPool& pool = session.pool_;
     const StateLayout& layout = pool.model->layout;
     struct stat info;
-    if (::stat(path, &info) == 0 && S_ISDIR(info.st_mode)) io_error("cannot replace", path, EISDIR);
+    if (::stat(path, &info) == 0 && S_ISDIR(info.st_mode)) {
+        io_error("cannot replace", path, EISDIR);
+    }
 
     const std::vector<int32_t>& tokens = session.tokens_;
-    if (tokens.empty()) pool.slots.clear(session.slot_);
+    if (tokens.empty()) {
+        pool.slots.clear(session.slot_);
+    }
     const StateHeader header = header_of(*pool.model, tokens.size(), session.n_rows_ > 0);
     Output file(path);
     file.write(&header, sizeof header);
@@ -247,7 +289,9 @@ void save_session(Session& session, const char* path) {
     for (int32_t mla = 0; mla < layout.n_mla; ++mla) {
         file.write(pool.slots.latents(session.slot_, mla), tokens.size() * layout.latent_row_bytes());
     }
-    if (header.has_logits != 0) file.write(pool.slots.logits(session.slot_), session.n_vocab() * sizeof(float));
+    if (header.has_logits != 0) {
+        file.write(pool.slots.logits(session.slot_), session.n_vocab() * sizeof(float));
+    }
     file.publish();
 }
 
@@ -276,11 +320,14 @@ void load_session(Session& session, const char* path) {
     uint64_t digest;
     file.read(&digest, sizeof digest, offset);
     if (digest != all.digest()) {
-        throw Error(DELTA_FORMAT, format("%s is damaged: its checksum is %016llx, that of its contents %016llx", path,
-                                         static_cast<unsigned long long>(digest), static_cast<unsigned long long>(all.digest())));
+        throw Error(DELTA_FORMAT,
+                    format("%s is damaged: its checksum is %016llx, that of its contents %016llx", path,
+                           static_cast<unsigned long long>(digest), static_cast<unsigned long long>(all.digest())));
     }
     for (size_t i = 0; i < tokens.size(); ++i) {
-        if (tokens[i] >= 0 && static_cast<uint32_t>(tokens[i]) < header.n_vocab) continue;
+        if (tokens[i] >= 0 && static_cast<uint32_t>(tokens[i]) < header.n_vocab) {
+            continue;
+        }
         throw Error(DELTA_FORMAT, format("%s: token %d at index %zu is not in 0..%u", path, tokens[i], i, header.n_vocab - 1));
     }
     if (!std::all_of(logits.begin(), logits.end(), [](float x) { return std::isfinite(x); })) {
@@ -307,7 +354,9 @@ void load_session(Session& session, const char* path) {
     for (int32_t mla = 0; mla < layout.n_mla; ++mla) {
         at = read_state(pool.slots.latents(session.slot_, mla), tokens.size() * layout.latent_row_bytes(), at);
     }
-    if (again.digest() != state.digest()) throw Error(DELTA_IO, format("%s changed while it was read; the session is now empty", path));
+    if (again.digest() != state.digest()) {
+        throw Error(DELTA_IO, format("%s changed while it was read; the session is now empty", path));
+    }
 
     {
         const std::lock_guard lock(session.mutex_);
@@ -315,7 +364,9 @@ void load_session(Session& session, const char* path) {
         session.n_rows_ = logits.empty() ? 0 : 1;
         std::copy(logits.begin(), logits.end(), pool.slots.logits(session.slot_));
     }
-    if (!session.tokens_.empty()) session.keep_checkpoint();
+    if (!session.tokens_.empty()) {
+        session.keep_checkpoint();
+    }
 }
 
 }  // namespace delta

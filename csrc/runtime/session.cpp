@@ -26,8 +26,9 @@ void check_tokens(std::span<const int32_t> tokens, size_t n_vocab) {
 
 void check_length(size_t before, size_t added, uint32_t n_ctx) {
     if (before + added > n_ctx) {
-        throw Error(DELTA_CONTEXT_FULL, format("a timeline of %zu tokens and %zu more exceed the %u positions of a session (n_ctx)", before,
-                                               added, n_ctx));
+        throw Error(
+            DELTA_CONTEXT_FULL,
+            format("a timeline of %zu tokens and %zu more exceed the %u positions of a session (n_ctx)", before, added, n_ctx));
     }
 }
 
@@ -36,8 +37,8 @@ void check_length(size_t before, size_t added, uint32_t n_ctx) {
 SessionPool::SessionPool(std::unique_ptr<Model> opened)
     : model(std::move(opened)),
       slots(*model),
-      checkpoints(*model->backend, model->n_checkpoints == 0 ? nullptr : model->checkpoint_memory->data, model->layout.recurrent_bytes(),
-                  model->n_checkpoints) {}
+      checkpoints(*model->backend, model->n_checkpoints == 0 ? nullptr : model->checkpoint_memory->data,
+                  model->layout.recurrent_bytes(), model->n_checkpoints) {}
 
 delta_stats SessionPool::stats() const {
     const std::lock_guard lock(mutex);
@@ -57,11 +58,11 @@ class Computation {
         Session* session;
         std::span<const int32_t> tokens;
         delta_logits_mode logits;
-        size_t n_replay = 0;       // leading tokens that had been evaluated before
-        size_t checkpoint_at = 0;  // a position to keep beside those of the interval; 0: none
+        size_t n_replay = 0;             // leading tokens that had been evaluated before
+        size_t checkpoint_at = 0;        // a position to keep beside those of the interval; 0: none
         size_t interval_end = SIZE_MAX;  // no checkpoints of the interval beyond this position
         size_t n_done = 0;
-        size_t n_now = 0;          // rows in the present step
+        size_t n_now = 0;  // rows in the present step
     };
 
     Computation(SessionPool& pool, std::vector<Work> works) : pool_(pool), model_(*pool.model), works_(std::move(works)) {}
@@ -70,9 +71,13 @@ class Computation {
     void run(Progress progress) {
         begin();
         size_t done = 0, total = 0;
-        for (const Work& work : works_) total += work.tokens.size();
+        for (const Work& work : works_) {
+            total += work.tokens.size();
+        }
         while (done < total) {
-            if (model_.cancel.load()) cancelled(done, total);
+            if (model_.cancel.load()) {
+                cancelled(done, total);
+            }
             plan_step();
             try {
                 const auto start = std::chrono::steady_clock::now();
@@ -88,7 +93,9 @@ class Computation {
             }
             done += step_tokens_.size();
             commit();
-            if (progress.fn != nullptr && progress.fn(done, total, progress.user) != 0 && done < total) cancelled(done, total);
+            if (progress.fn != nullptr && progress.fn(done, total, progress.user) != 0 && done < total) {
+                cancelled(done, total);
+            }
         }
         finish();
     }
@@ -105,12 +112,15 @@ class Computation {
             session.n_rows_ = 0;
             session.all_rows_ = {};
             session.tokens_.reserve(session.tokens_.size() + work.tokens.size());
-            if (work.logits != DELTA_LOGITS_ALL) continue;
+            if (work.logits != DELTA_LOGITS_ALL) {
+                continue;
+            }
             const size_t n = work.tokens.size() * session.n_vocab();
             try {
                 session.all_rows_.resize(n);
             } catch (const std::bad_alloc&) {
-                throw Error(DELTA_MEMORY, format("no memory for the logits of %zu rows (%zu bytes)", work.tokens.size(), n * sizeof(float)));
+                throw Error(DELTA_MEMORY,
+                            format("no memory for the logits of %zu rows (%zu bytes)", work.tokens.size(), n * sizeof(float)));
             }
         }
     }
@@ -124,16 +134,22 @@ class Computation {
         size_t outputs_left = model_.params.n_outputs;
         for (Work& work : works_) {
             work.n_now = rows_of(work, rows_left, outputs_left);
-            if (work.n_now == 0) continue;
+            if (work.n_now == 0) {
+                continue;
+            }
             const Session& session = *work.session;
-            if (session.tokens_.empty()) pool_.slots.clear(session.slot_);
+            if (session.tokens_.empty()) {
+                pool_.slots.clear(session.slot_);
+            }
             const size_t first = step_tokens_.size();
             const auto begin = work.tokens.begin() + static_cast<std::ptrdiff_t>(work.n_done);
             step_tokens_.insert(step_tokens_.end(), begin, begin + static_cast<std::ptrdiff_t>(work.n_now));
             seqs_.push_back({session.slot_, static_cast<int32_t>(first), static_cast<int32_t>(work.n_now),
                              static_cast<int32_t>(session.tokens_.size())});
             const size_t n_outputs = outputs_of(work, work.n_now);
-            for (size_t i = work.n_now - n_outputs; i < work.n_now; ++i) output_rows_.push_back(static_cast<int32_t>(first + i));
+            for (size_t i = work.n_now - n_outputs; i < work.n_now; ++i) {
+                output_rows_.push_back(static_cast<int32_t>(first + i));
+            }
             rows_left -= work.n_now;
             outputs_left -= n_outputs;
         }
@@ -143,11 +159,19 @@ class Computation {
         const size_t position = work.session->tokens_.size();
         size_t n = std::min(work.tokens.size() - work.n_done, rows_left);
         if (pool_.checkpoints.n_places() > 0) {
-            if (due(work) > position) n = std::min(n, due(work) - position);
-            if (work.checkpoint_at > position) n = std::min(n, work.checkpoint_at - position);
+            if (due(work) > position) {
+                n = std::min(n, due(work) - position);
+            }
+            if (work.checkpoint_at > position) {
+                n = std::min(n, work.checkpoint_at - position);
+            }
         }
-        if (work.logits == DELTA_LOGITS_ALL) n = std::min(n, outputs_left);
-        if (n > 0 && outputs_of(work, n) > outputs_left) --n;
+        if (work.logits == DELTA_LOGITS_ALL) {
+            n = std::min(n, outputs_left);
+        }
+        if (n > 0 && outputs_of(work, n) > outputs_left) {
+            --n;
+        }
         return n;
     }
 
@@ -159,7 +183,9 @@ class Computation {
 
     // Of the next `n` rows of `work` the last that many keep their logits.
     static size_t outputs_of(const Work& work, size_t n) {
-        if (work.logits == DELTA_LOGITS_ALL) return n;
+        if (work.logits == DELTA_LOGITS_ALL) {
+            return n;
+        }
         return work.logits == DELTA_LOGITS_LAST && work.n_done + n == work.tokens.size() ? 1 : 0;
     }
 
@@ -172,9 +198,11 @@ class Computation {
             for (size_t i = work.n_now - n_outputs; i < work.n_now; ++i, ++row) {
                 for (size_t t = 0; t < n_vocab; ++t) {
                     const float x = logits[row * n_vocab + t];
-                    if (std::isfinite(x)) continue;
-                    throw Error(DELTA_NUMERIC, format("the logit of token %zu after position %zu is %g", t, work.session->tokens_.size() + i,
-                                                      static_cast<double>(x)));
+                    if (std::isfinite(x)) {
+                        continue;
+                    }
+                    throw Error(DELTA_NUMERIC, format("the logit of token %zu after position %zu is %g", t,
+                                                      work.session->tokens_.size() + i, static_cast<double>(x)));
                 }
             }
         }
@@ -183,7 +211,9 @@ class Computation {
     void commit() {
         const float* logits = model_.logits();
         for (Work& work : works_) {
-            if (work.n_now == 0) continue;
+            if (work.n_now == 0) {
+                continue;
+            }
             Session& session = *work.session;
             const size_t n_outputs = outputs_of(work, work.n_now);
             const size_t n_replayed = std::min(work.n_done + work.n_now, work.n_replay) - std::min(work.n_done, work.n_replay);
@@ -217,15 +247,20 @@ class Computation {
         for (Work& work : works_) {
             Session& session = *work.session;
             const size_t position = session.tokens_.size();
-            if (work.n_now == 0) continue;
-            if (position == work.checkpoint_at || position >= due(work)) session.keep_checkpoint();
+            if (work.n_now == 0) {
+                continue;
+            }
+            if (position == work.checkpoint_at || position >= due(work)) {
+                session.keep_checkpoint();
+            }
         }
     }
 
     void finish() {
         for (const Work& work : works_) {
             const std::lock_guard lock(work.session->mutex_);
-            work.session->n_rows_ = work.logits == DELTA_LOGITS_NONE ? 0 : work.logits == DELTA_LOGITS_LAST ? 1 : work.tokens.size();
+            const size_t n_last = work.logits == DELTA_LOGITS_LAST ? 1 : 0;
+            work.session->n_rows_ = work.logits == DELTA_LOGITS_ALL ? work.tokens.size() : n_last;
         }
     }
 
@@ -233,10 +268,14 @@ class Computation {
     // are not to be trusted either.
     void mark_failed(bool numeric) {
         for (const Work& work : works_) {
-            if (work.n_now == 0) continue;
+            if (work.n_now == 0) {
+                continue;
+            }
             work.session->live_ = false;
             const std::lock_guard lock(pool_.mutex);
-            if (numeric) pool_.checkpoints.drop_all(work.session->slot_);
+            if (numeric) {
+                pool_.checkpoints.drop_all(work.session->slot_);
+            }
         }
     }
 
@@ -254,9 +293,13 @@ void eval(SessionPool& pool, std::span<const EvalItem> items) {
     for (const EvalItem& item : items) {
         Session& session = *item.session;
         for (const Computation::Work& other : works) {
-            if (other.session == &session) throw Error(DELTA_ARG, "a session occurs twice in one batch");
+            if (other.session == &session) {
+                throw Error(DELTA_ARG, "a session occurs twice in one batch");
+            }
         }
-        if (item.tokens.empty()) throw Error(DELTA_ARG, "eval needs at least one token");
+        if (item.tokens.empty()) {
+            throw Error(DELTA_ARG, "eval needs at least one token");
+        }
         session.require_live("eval");
         check_tokens(item.tokens, session.n_vocab());
         check_length(session.length(), item.tokens.size(), pool.model->params.n_ctx);
@@ -280,16 +323,21 @@ Session::~Session() {
 
 // Goes back to the longest prefix of `tokens` whose state there is, at most `keep_at_most` tokens long.
 Session::Rewind Session::rewind(std::span<const int32_t> tokens, size_t keep_at_most) {
-    const size_t common = static_cast<size_t>(std::mismatch(tokens_.begin(), tokens_.end(), tokens.begin(), tokens.end()).first - tokens_.begin());
+    const size_t common = static_cast<size_t>(
+        std::mismatch(tokens_.begin(), tokens_.end(), tokens.begin(), tokens.end()).first - tokens_.begin());
     const size_t limit = std::min(common, keep_at_most);
     const std::lock_guard lock(mutex_);
     n_rows_ = 0;
     all_rows_ = {};
-    if (live_ && tokens_.size() <= limit) return {common, tokens_.size()};
+    if (live_ && tokens_.size() <= limit) {
+        return {common, tokens_.size()};
+    }
 
     const std::lock_guard pool_lock(pool_.mutex);
     const size_t start = pool_.checkpoints.newest(slot_, limit);
-    if (start > 0) pool_.checkpoints.restore(slot_, start, pool_.slots.recurrent(slot_));
+    if (start > 0) {
+        pool_.checkpoints.restore(slot_, start, pool_.slots.recurrent(slot_));
+    }
     pool_.checkpoints.drop_beyond(slot_, start);
     tokens_.resize(start);
     last_checkpoint_ = start;
@@ -298,7 +346,9 @@ Session::Rewind Session::rewind(std::span<const int32_t> tokens, size_t keep_at_
 }
 
 delta_sync_result Session::sync(std::span<const int32_t> tokens, Progress progress) {
-    if (tokens.empty()) throw Error(DELTA_ARG, "sync needs at least one token");
+    if (tokens.empty()) {
+        throw Error(DELTA_ARG, "sync needs at least one token");
+    }
     check_tokens(tokens, n_vocab());
     check_length(0, tokens.size(), pool_.model->params.n_ctx);
 
@@ -308,7 +358,9 @@ delta_sync_result Session::sync(std::span<const int32_t> tokens, Progress progre
     const size_t tail = n > kTail ? n - kTail : 0;
     // A caller may well generate by calling sync with one more token each time: no two copies per token then.
     const bool one_more = n - start == 1 && start < last_checkpoint_ + kTail;
-    if (start >= tail && start > last_checkpoint_ && !one_more) keep_checkpoint();
+    if (start >= tail && start > last_checkpoint_ && !one_more) {
+        keep_checkpoint();
+    }
     Computation(pool_, {{.session = this,
                          .tokens = tokens.subspan(start),
                          .logits = DELTA_LOGITS_LAST,
@@ -318,7 +370,9 @@ delta_sync_result Session::sync(std::span<const int32_t> tokens, Progress progre
         .run(progress);
     if (!one_more) {
         // With a single place per session the checkpoint before the end serves more wishes than one at the end.
-        if (pool_.checkpoints.n_places() >= 2 * size_t{pool_.model->params.n_sessions}) keep_checkpoint();
+        if (pool_.checkpoints.n_places() >= 2 * size_t{pool_.model->params.n_sessions}) {
+            keep_checkpoint();
+        }
         last_checkpoint_ = n;
     }
     return {.size = sizeof(delta_sync_result), .n_reused = start, .n_computed = n - start, .n_replayed = common - start};
@@ -330,7 +384,9 @@ void Session::truncate(size_t length) {
     }
     const std::vector<int32_t> tokens(tokens_.begin(), tokens_.begin() + static_cast<std::ptrdiff_t>(length));
     const auto [common, start] = rewind(tokens, length);
-    if (start == length) return;
+    if (start == length) {
+        return;
+    }
     Computation(pool_, {{.session = this,
                          .tokens = std::span(tokens).subspan(start),
                          .logits = DELTA_LOGITS_LAST,
@@ -345,7 +401,9 @@ void Session::checkpoint() {
                                         pool_.checkpoints.bytes_each(),
                                         static_cast<unsigned long long>(pool_.model->params.checkpoint_bytes)));
     }
-    if (!tokens_.empty()) keep_checkpoint();  // the empty timeline needs none
+    if (!tokens_.empty()) {
+        keep_checkpoint();  // the empty timeline needs none
+    }
 }
 
 void Session::keep_checkpoint() {
@@ -377,8 +435,12 @@ std::unique_ptr<Session> Session::fork() {
 }
 
 void Session::require_live(const char* wish) const {
-    if (live_ || tokens_.empty()) return;
-    throw Error(DELTA_STATE, format("%s is not possible: a step of this session failed and its state is lost; sync or truncate first", wish));
+    if (live_ || tokens_.empty()) {
+        return;
+    }
+    throw Error(
+        DELTA_STATE,
+        format("%s is not possible: a step of this session failed and its state is lost; sync or truncate first", wish));
 }
 
 // -- queries --------------------------------------------------------------------------------------------------------------------
@@ -399,12 +461,17 @@ size_t Session::n_logits() const {
 }
 
 std::span<const float> Session::row(int64_t index) const {
-    if (n_rows_ == 0) throw Error(DELTA_STATE, "there are no logits: the last computation of this session kept none");
+    if (n_rows_ == 0) {
+        throw Error(DELTA_STATE, "there are no logits: the last computation of this session kept none");
+    }
     const auto n = static_cast<int64_t>(n_rows_);
     if (index < -1 || index >= n) {
-        throw Error(DELTA_ARG, format("row %lld is not in 0..%lld (-1: the last)", static_cast<long long>(index), static_cast<long long>(n - 1)));
+        throw Error(DELTA_ARG, format("row %lld is not in 0..%lld (-1: the last)", static_cast<long long>(index),
+                                      static_cast<long long>(n - 1)));
     }
-    if (index == -1 || index == n - 1) return {pool_.slots.logits(slot_), n_vocab()};
+    if (index == -1 || index == n - 1) {
+        return {pool_.slots.logits(slot_), n_vocab()};
+    }
     return {all_rows_.data() + static_cast<size_t>(index) * n_vocab(), n_vocab()};
 }
 

@@ -82,19 +82,19 @@ class Session {
     Rewind rewind(std::span<const int32_t> tokens, size_t keep_at_most);
     void keep_checkpoint();
     void count_reused(size_t n);
-    void require_live(const char* wish) const;  // throws Error(STATE)
+    void require_live(const char* wish) const;        // throws Error(STATE)
     std::span<const float> row(int64_t index) const;  // mutex_ is held
     size_t n_vocab() const { return static_cast<size_t>(pool_.model->bound.hparams.n_vocab); }
 
     SessionPool& pool_;
     int32_t slot_;
     mutable std::mutex mutex_;
-    std::vector<int32_t> tokens_;        // the timeline
-    size_t n_rows_ = 0;                  // rows with logits: 0, 1, or the rows of all_rows_
-    std::vector<float> all_rows_;        // [n_rows_, n_vocab] when all rows were asked for
-    std::vector<float> scratch_;         // of the sampler
-    bool live_ = true;                   // the slot holds the state after tokens_; false once a step has failed
-    size_t last_checkpoint_ = 0;         // position the next checkpoint of the interval counts from
+    std::vector<int32_t> tokens_;  // the timeline
+    size_t n_rows_ = 0;            // rows with logits: 0, 1, or the rows of all_rows_
+    std::vector<float> all_rows_;  // [n_rows_, n_vocab] when all rows were asked for
+    std::vector<float> scratch_;   // of the sampler
+    bool live_ = true;             // the slot holds the state after tokens_; false once a step has failed
+    size_t last_checkpoint_ = 0;   // position the next checkpoint of the interval counts from
     delta_stats stats_{};
 };
 

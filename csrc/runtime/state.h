@@ -18,9 +18,9 @@ class StatePool {
     void release(int32_t slot) { used_[static_cast<size_t>(slot)] = false; }
     int32_t n_used() const;
 
-    uint8_t* recurrent(int32_t slot) const;            // [recurrent_bytes]
-    uint8_t* latents(int32_t slot, int32_t mla) const; // [n_ctx, latent_row_bytes]
-    float* logits(int32_t slot) const;                 // [n_vocab], the last row of the session
+    uint8_t* recurrent(int32_t slot) const;             // [recurrent_bytes]
+    uint8_t* latents(int32_t slot, int32_t mla) const;  // [n_ctx, latent_row_bytes]
+    float* logits(int32_t slot) const;                  // [n_vocab], the last row of the session
 
     // The state before the first token. Latents need none: a position is written before it is read.
     void clear(int32_t slot) const;
