@@ -84,7 +84,7 @@ def test_logits_equal_the_reference(
 
 
 @pytest.mark.parametrize("preset", ["k3", "kl", "k3-odd", "kl-odd"])
-def test_d1_every_split_gives_the_same_logits(
+def test_d1_d2_every_split_gives_the_same_logits(
     tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], rng: np.random.Generator, preset: str
 ) -> None:
     """D1, D2: pieces of any length against one step over everything; bit-equal state is not asked, the same text is."""

@@ -133,7 +133,7 @@ def test_short_conv_continues_where_it_stopped(
 
 
 @pytest.mark.parametrize("bounded", [False, True])
-def test_kda_gate(device: str, rng: np.random.Generator, bounded: bool) -> None:
+def test_d5_kda_gate_is_two_functions(device: str, rng: np.random.Generator, bounded: bool) -> None:
     """D5: a lower bound selects another function, it is not a clamp."""
     heads, dim = 3, 40
     f = normal(rng, 4, heads * dim, scale=10)
@@ -177,7 +177,7 @@ def scan_reference(inputs: list[np.ndarray], heads: int, dim: int, state: np.nda
 @pytest.mark.parametrize("heads,dim", [(1, 4), (3, 48), (2, 128)])
 @pytest.mark.parametrize("decay", [0.01, 5.0, 316.0])
 @pytest.mark.parametrize("split", [[1], [200], [1, 7, 16, 64, 33], [15, 17, 2, 100]], ids=str)
-def test_kda_scan_at_any_split(
+def test_d1_d2_d4_kda_scan_at_any_split(
     device: str, rng: np.random.Generator, heads: int, dim: int, decay: float, split: list[int]
 ) -> None:
     """D1, D2, D4: every split of the rows gives the outputs and the state of the token-by-token definition."""
@@ -203,7 +203,7 @@ def test_kda_scan_at_any_split(
     assert np.array_equal(state.recurrent[:, : 9 * heads * dim], conv)
 
 
-def test_kda_scan_of_several_sequences(device: str, rng: np.random.Generator) -> None:
+def test_d7_kda_scan_of_several_sequences(device: str, rng: np.random.Generator) -> None:
     """D7: sequences of 1, 5 and 37 rows in one step do not touch each other."""
     heads, dim, lengths, slots = 2, 16, [1, 5, 37], [3, 0, 2]
     state = State(n_head=heads, head_dim=dim, conv_rows=1, n_slots=4)
@@ -335,7 +335,7 @@ def test_mul_sigmoid(device: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("n_expert,k", [(1, 1), (7, 2), (7, 7), (896, 16)])
 @pytest.mark.parametrize("normalise", [True, False])
-def test_moe_route(device: str, rng: np.random.Generator, n_expert: int, k: int, normalise: bool) -> None:
+def test_d17_moe_route(device: str, rng: np.random.Generator, n_expert: int, k: int, normalise: bool) -> None:
     """D17: the bias takes part in the selection only; weights are the plain scores, renormalised and scaled."""
     logits = normal(rng, 9, n_expert, scale=2)
     bias = encode(rng, F32, n_expert)
