@@ -1,6 +1,6 @@
 """Score Kimi-K3-nano on its 500 held-out prompts: greedy replies of the numpy reference or of a converted file.
 
-    score_nano.py reference [--out replies.json]
+    score_nano.py reference [--first 20] [--out replies.json]
     score_nano.py engine MODEL.gguf [--out replies.json]
     score_nano.py compare A.json B.json
 
@@ -78,7 +78,8 @@ def table(rows: list[Row], right: list[bool]) -> str:
     lines = ["| kind | prompts | exact | % |", "|---|---|---|---|"]
 
     def line(name: str, of: list[bool]) -> None:
-        lines.append(f"| {name} | {len(of)} | {sum(of)} | {100 * sum(of) / len(of):.1f} |")
+        if of:
+            lines.append(f"| {name} | {len(of)} | {sum(of)} | {100 * sum(of) / len(of):.1f} |")
 
     for kind in world.HELD_OUT:
         line(kind, [r for row, r in zip(rows, right, strict=True) if row["kind"] == kind])
@@ -96,7 +97,8 @@ def table(rows: list[Row], right: list[bool]) -> str:
 
 
 def score(args: argparse.Namespace) -> None:
-    enc, rows, ids, wanted = prompts()
+    enc, *drawn = prompts()
+    rows, ids, wanted = (part[: args.first] for part in drawn)
     stop = enc.encode_single_token("<|end_of_msg|>")
     replies = from_engine(ids, stop, args.model) if args.mode == "engine" else from_reference(ids, stop)
     right, kept = [], []
@@ -133,6 +135,7 @@ def main() -> None:
         mode = modes.add_parser(name)
         if name == "engine":
             mode.add_argument("model", type=Path)
+        mode.add_argument("--first", type=int, help="only so many prompts")
         mode.add_argument("--out", type=Path, help="keep all replies in this JSON file")
     mode = modes.add_parser("compare")
     mode.add_argument("first", type=Path)

@@ -163,7 +163,7 @@ class Sampler:
         for pair in pairs:
             self.by_kind.setdefault(pair.kind, []).append(pair)
         self.calls: dict[str, list[Pair]] = {}
-        for pair in (*self.by_kind["tool"], *self.by_kind["result"]):
+        for pair in (*self.by_kind["tool"], *self.by_kind["tool"], *self.by_kind["result"]):  # two calls to one result
             self.calls.setdefault(pair.tools[0]["function"]["name"], []).append(pair)
 
     def _pair(self, single_turn: bool) -> Pair:
@@ -180,8 +180,8 @@ class Sampler:
         return [([], samples[: n // 2]), ([], samples[n // 2 :])]
 
     def chat_step(self, n: int) -> list[tuple[list[int], list[Sample]]]:
-        """About half of the samples with thinking on, a third off, the rest with a tool declared."""
-        n_tool = n // 6
+        """A third of the samples with thinking off, a quarter with a tool declared, the rest with thinking on."""
+        n_tool = n // 4
         n_off = n // 3
         n_on = n - n_tool - n_off
         out = []
