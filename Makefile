@@ -7,10 +7,12 @@
 # Needs Python 3.10 or newer with venv, a C++20 compiler, git and make; everything else is installed into .venv.
 PYTHON ?= python3
 PYTEST_ARGS ?=
+EXTRAS ?= test,lint
 
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation
+TEST_BUILD := --config-settings=build-dir=build/test --config-settings=cmake.define.DELTA_TESTS=ON
 SOURCES := $(shell find csrc deltallama conversion gguf-py -type f -not -name '*.pyc' -not -name _cdef.py) \
 	CMakeLists.txt pyproject.toml convert_hf_to_gguf.py
 MODEL := build/kimi-k3-nano-q8_0.gguf
@@ -55,14 +57,14 @@ $(VENV)/.tools: pyproject.toml
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.tools $(SOURCES)
-	$(INSTALL) .
+	$(INSTALL) --editable .
 	@touch $@
 
 # A build of its own, with the test interface and with warnings as errors. It installs the package as well.
 $(VENV)/.tests: $(VENV)/.tools $(SOURCES)
-	$(INSTALL) --config-settings=build-dir=build/test --config-settings=cmake.define.DELTA_TESTS=ON '.[test,lint]'
+	$(INSTALL) $(TEST_BUILD) --editable '.[$(EXTRAS)]'
 	@touch $(VENV)/.package $@
 
 $(VENV)/.torch: $(VENV)/.tests
-	$(INSTALL) --config-settings=build-dir=build/test --config-settings=cmake.define.DELTA_TESTS=ON '.[test,lint,train]'
+	$(INSTALL) $(TEST_BUILD) --editable '.[$(EXTRAS),train]'
 	@touch $(VENV)/.package $(VENV)/.tests $@

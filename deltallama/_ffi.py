@@ -16,12 +16,16 @@ from typing import Any
 from . import errors
 
 try:
-    from ._cdef import ffi
-except ImportError as error:
-    raise errors.InterfaceError(f"deltallama is not built here ({error}); install it with `pip install .`") from error
+    from . import _cdef
+except ImportError:
+    raise errors.InterfaceError(
+        f"{Path(__file__).parent} is a source folder without the native library: install it with `pip install .` and "
+        "start Python in another folder, or install it in place with `pip install --editable .`"
+    ) from None
 
 __all__ = ["call", "ffi", "fill", "lib", "new_struct", "struct_values"]
 
+ffi = _cdef.ffi
 log = logging.getLogger("deltallama")
 log.addHandler(logging.NullHandler())  # quiet unless the program asks for these messages
 _LOG_LEVELS = {0: logging.DEBUG, 1: logging.INFO}
@@ -31,7 +35,7 @@ _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 def _open_library() -> Any:
     named = os.environ.get("DELTALLAMA_LIBRARY")
-    path = Path(named) if named else Path(__file__).with_name(f"libdeltallama{_SUFFIX}")
+    path = Path(named) if named else Path(_cdef.__file__).with_name(f"libdeltallama{_SUFFIX}")
     if not path.is_file():
         raise errors.InterfaceError(f"the native library is missing: {path}")
     try:
