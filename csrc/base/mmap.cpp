@@ -8,8 +8,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cinttypes>
-#include <cstdio>
-#include <memory>
+#include <fstream>
+#include <optional>
+#include <sstream>
 #include <system_error>
 #include <utility>
 
@@ -31,18 +32,16 @@ struct Descriptor {
     }
 };
 
-// The value of "Name:  123 kB" in /proc/meminfo in bytes; 0 if there is none.
-uint64_t meminfo(const char* name) {
-    const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen("/proc/meminfo", "re"), std::fclose);
-    const std::string pattern = std::string(name) + ": %" SCNu64 " kB";
-    char line[256];
-    uint64_t kib = 0;
-    while (file != nullptr && std::fgets(line, sizeof line, file.get()) != nullptr) {
-        if (std::sscanf(line, pattern.c_str(), &kib) == 1) {
-            return kib * 1024;
+// The first number in `path` that follows `name` at the start of a line; none if there is no such line.
+std::optional<uint64_t> number_after(const std::string& name, const char* path) {
+    std::ifstream file(path);
+    for (std::string line; std::getline(file, line);) {
+        std::istringstream rest(line.starts_with(name) ? line.substr(name.size()) : "");
+        if (uint64_t number = 0; rest >> number) {
+            return number;
         }
     }
-    return 0;
+    return std::nullopt;
 }
 
 }  // namespace
@@ -115,9 +114,17 @@ CommittedMemory::~CommittedMemory() {
 }
 
 HostMemory host_memory() {
-    HostMemory memory;
-    memory.bytes_total = meminfo("MemTotal");
-    memory.bytes_free = std::min(meminfo("MemAvailable"), memory.bytes_total);
+    const auto kib = [](const char* name) { return number_after(name, "/proc/meminfo").value_or(0) * 1024; };
+    HostMemory memory{kib("MemAvailable:"), kib("MemTotal:")};
+    // A container may have less than the machine. Its file cache counts as used there, though it gives way.
+    const auto limit = number_after("", "/sys/fs/cgroup/memory.max");
+    const auto used = number_after("", "/sys/fs/cgroup/memory.current");
+    if (limit.has_value() && used.has_value()) {
+        const uint64_t cache = number_after("inactive_file ", "/sys/fs/cgroup/memory.stat").value_or(0);
+        const uint64_t kept = *used - std::min(cache, *used);
+        memory.bytes_total = std::min(memory.bytes_total, *limit);
+        memory.bytes_free = std::min(memory.bytes_free, *limit - std::min(kept, *limit));
+    }
     return memory;
 }
 

@@ -7,7 +7,7 @@
 
 namespace delta {
 
-// A whole file, read-only. The descriptor is closed after mapping.
+// A whole file, read-only. The descriptor is closed after mapping. Whoever shortens the file meanwhile ends the process.
 class MappedFile {
    public:
     // Throws Error(IO) naming the file. An empty file gives size() 0.
@@ -45,8 +45,9 @@ class CommittedMemory {
 
 struct HostMemory {
     uint64_t bytes_free;   // what can be allocated without swapping
-    uint64_t bytes_total;
+    uint64_t bytes_total;  // 0: the system does not say
 };
+// Of the machine, or of the container if that has less.
 HostMemory host_memory();
 
 // "No such file or directory" for an errno value, thread-safe.

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cinttypes>
-#include <cmath>
 
 #include "base/error.h"
+#include "base/half.h"
 #include "base/threads.h"
 #include "quant/quant.h"
 
@@ -50,14 +50,19 @@ void for_each_row(int64_t n_rows, int64_t n_cols, int32_t n_threads, RowFn fn) {
     pool.parallel_for(n_rows, chunk, run);
 }
 
-// Index of the first value that does not survive encoding, or n.
-int64_t first_unfit(const TypeInfo& type, const float* x, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-        if (!(std::fabs(x[i]) <= type.largest) && (type.block > 1 || std::isfinite(x[i]))) {
-            return i;
-        }
+// Whether encoding loses a value altogether: a finite one beyond the largest; in block types, where one value spoils its
+// neighbours, also NaN and infinity.
+bool is_lost(const TypeInfo& type, float value) {
+    const uint32_t magnitude = f32_bits(value) & 0x7fffffff;
+    return magnitude > f32_bits(type.largest) && (type.block > 1 || magnitude < 0x7f800000);
+}
+
+bool any_lost(const TypeInfo& type, const float* x, int64_t n) {
+    bool lost = false;
+    for (int64_t i = 0; i < n; ++i) {  // no early exit: this way the compiler makes vectors of it
+        lost |= is_lost(type, x[i]);
     }
-    return n;
+    return lost;
 }
 
 }  // namespace
@@ -71,7 +76,7 @@ void quantize_rows(uint32_t type_id, const float* src, void* dst, int64_t n_rows
     std::atomic<int64_t> bad_row{n_rows};  // the first of them, whatever the order of threads
     for_each_row(n_rows, n_cols, n_threads, [&](int64_t row) {
         const float* x = src + row * n_cols;
-        if (first_unfit(type, x, n_cols) != n_cols) {
+        if (any_lost(type, x, n_cols)) {
             for (int64_t seen = bad_row.load(); row < seen && !bad_row.compare_exchange_weak(seen, row);) {
             }
             return;
@@ -79,9 +84,10 @@ void quantize_rows(uint32_t type_id, const float* src, void* dst, int64_t n_rows
         type.from_float(x, static_cast<uint8_t*>(dst) + static_cast<size_t>(row) * bytes, n_cols);
     });
     if (const int64_t row = bad_row.load(); row != n_rows) {
-        const int64_t col = first_unfit(type, src + row * n_cols, n_cols);
-        throw Error(DELTA_NUMERIC, format("row %" PRId64 ", column %" PRId64 " is %g, which %s cannot hold", row, col,
-                                          static_cast<double>(src[row * n_cols + col]), type.name));
+        const float* x = src + row * n_cols;
+        const float* lost = std::find_if(x, x + n_cols, [&](float value) { return is_lost(type, value); });
+        throw Error(DELTA_NUMERIC, format("row %" PRId64 ", column %td is %g, which %s cannot hold", row, lost - x,
+                                          static_cast<double>(*lost), type.name));
     }
 }
 
