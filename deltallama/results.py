@@ -92,7 +92,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of a reply while it streams; one of the two is not empty."""
+    """A piece of a reply while it streams; one of the two is not empty.
+
+    A model that skips thinking gives its answer as reasoning first; once it ends, the answer comes again as content.
+    """
 
     content: str = ""
     reasoning: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -87,7 +88,7 @@ class Vocabulary(Protocol):
     def piece(self, token: int, special: bool = False) -> bytes: ...
 
 
-class ReplyParserBase:
+class ReplyParserBase(ABC):
     """Splits the tokens of a reply into reasoning and content, one token at a time.
 
     Attributes:
@@ -105,9 +106,9 @@ class ReplyParserBase:
             self._markers[tokenizer.special_tokens[name]] = name
         self.tool_calls: list[tuple[str, str]] = []
 
+    @abstractmethod
     def push(self, token: int) -> list[tuple[Channel, bytes]]:
         """What `token` adds to the channels."""
-        raise NotImplementedError
 
     @property
     def reasoning_was_content(self) -> bool:
