@@ -23,7 +23,7 @@ if not native.has_test_api():
 
 FFI, LIB = native.load()
 ISAS = FFI.string(LIB.delta_test_isas()).decode().split()
-INPUT_F32, INPUT_I16, INPUT_I8 = range(3)
+INPUT_F32, INPUT_EXACT, INPUT_I16, INPUT_I8 = range(4)
 BLOCK, KEY_BLOCK, CHUNK, LANES, MAX_ROWS = 32, 32, 16, 16, 16
 F16, BF16, Q8_0, MXFP4 = int(Type.F16), int(Type.BF16), int(Type.Q8_0), int(Type.MXFP4)
 SIZES = [1, 3, 4, 15, 16, 17, 48, 129, 1000]
@@ -121,7 +121,7 @@ def encoded(rng: np.random.Generator, type_: int, n_w: int, n: int) -> tuple[np.
 
 def input_rows(isa: str, x: np.ndarray, input_: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows as the kernels read them, bytes [n_x, stride], and the values they stand for."""
-    if input_ == INPUT_F32:
+    if input_ in (INPUT_F32, INPUT_EXACT):
         return x.view(np.uint8).reshape(len(x), -1).copy(), wide(x)
     n_x, n = x.shape
     dtype = {INPUT_I16: np.int16, INPUT_I8: np.int8}[input_]
@@ -140,7 +140,7 @@ def dot(
     return call(isa, "dot", [w, x], [nans(len(x), n_w)], sizes, type_=type_, input_=input_)[0]
 
 
-PRODUCTS = [(t, INPUT_F32) for t in (F32, F16, BF16, Q8_0, MXFP4)] + [
+PRODUCTS = [(t, i) for t in (F32, F16, BF16, Q8_0, MXFP4) for i in (INPUT_F32, INPUT_EXACT)] + [
     (t, i) for t in (Q8_0, MXFP4) for i in (INPUT_I16, INPUT_I8)
 ]
 
@@ -163,6 +163,14 @@ def test_dot_of_any_length(isa: str, rng: np.random.Generator, type_: int, n: in
         x, x_values = input_rows(isa, normal(rng, n_x, n), INPUT_F32)
         out = dot(isa, w, 6, row_bytes, x, n, type_, INPUT_F32)
         assert off(out, x_values @ values.reshape(6, n).T, np.abs(x_values) @ np.abs(values).reshape(6, n).T) < BOUND
+
+
+@pytest.mark.parametrize("type_", [F32, F16, BF16, Q8_0, MXFP4])
+def test_exact_dot_is_off_by_one_rounding(isa: str, rng: np.random.Generator, type_: int) -> None:
+    w, values, row_bytes = encoded(rng, type_, 7, 2048)
+    x = normal(rng, 3, 2048)
+    out = dot(isa, w, 7, row_bytes, x.view(np.uint8), 2048, type_, INPUT_EXACT)
+    assert ulps(out, wide(x) @ values.reshape(7, -1).T) < 0.51
 
 
 @pytest.mark.parametrize("type_,input_", PRODUCTS, ids=lambda v: str(v))
@@ -346,7 +354,7 @@ def test_kda_prepare(isa: str, rng: np.random.Generator, d: int) -> None:
     assert nmse(out[2], np.exp(wide(g))) < BOUND
 
 
-@pytest.mark.parametrize("kernel", ["kda_step", "kda_chunk"])
+@pytest.mark.parametrize("kernel", ["kda_exact", "kda_step", "kda_chunk"])
 @pytest.mark.parametrize("d,n_v", [(1, 1), (5, 3), (16, 16), (48, 48), (128, 128), (131, 37)])
 @pytest.mark.parametrize("n", [1, 2, 7, CHUNK])
 @pytest.mark.parametrize("decay", [1e-3, 5.0, 316.0])

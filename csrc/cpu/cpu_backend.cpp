@@ -69,7 +69,10 @@ void CpuBackend::describe(delta_device_info& info) const {
 
 CpuInput CpuBackend::input_kind(const Weight& w) const {
     const CpuType type = cpu_type(*w.type);
-    const CpuInput wish = activations == DELTA_EXACT ? kInputF32 : activations == DELTA_FINE ? kInputI16 : kInputI8;
+    if (activations == DELTA_EXACT) {
+        return kInputExact;
+    }
+    const CpuInput wish = activations == DELTA_FINE ? kInputI16 : kInputI8;
     return type != kCpuTypes && kernels.dot[wish][type] != nullptr ? wish : kInputF32;
 }
 

@@ -17,8 +17,8 @@ class CpuBackend final : public HostBackend {
     void check_op(const Op& op) const override;
     size_t workspace_bytes(const Op& op, int32_t n_batch) const override;
 
-    // How the input of a product with `w` is given to the kernels: float32 unless the weights are integers and the activation
-    // policy allows to round.
+    // How the input of a product with `w` is given to the kernels: rounded only if the weights are integers and the activation
+    // policy allows it.
     CpuInput input_kind(const Weight& w) const;
 
     // Calls f(begin, end, thread) until all of 0 .. n - 1 are done. `cost` is the work of one item, in multiplications or the like:

@@ -12,7 +12,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuInputs} * int{kCpuTypes} + kCpuTypes + kCpuInputs + 16));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuInputs} * int{kCpuTypes} + kCpuTypes + kCpuInputs + 17));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;
@@ -82,7 +82,7 @@ void call_kda(const CpuKernels& k, const std::string& name, const delta_test_ker
     call.pad = pad;
     call.rows = rows;
     call.scratch = scratch.data();
-    (name == "kda_step" ? k.kda_step : k.kda_chunk)(call);
+    (name == "kda_step" ? k.kda_step : name == "kda_exact" ? k.kda_exact : k.kda_chunk)(call);
 }
 
 // inputs: keys [n_keys, pad], queries [n_heads, pad]; outputs: y [n_heads, pad], best [n_heads], sum [n_heads], read and written;
@@ -169,7 +169,7 @@ extern "C" const char* delta_test_isas(void) {
 
 extern "C" const char* delta_test_kernels(void) {
     return "dot widen quantize add mul_sigmoid sigmoid silu_mul situ_mul rms_norm gated_norm rms_dot weighted_sum conv gate_softplus "
-           "gate_bounded kda_prepare kda_step kda_chunk attend";
+           "gate_bounded kda_prepare kda_exact kda_step kda_chunk attend";
 }
 
 extern "C" delta_status delta_test_kernel(const delta_test_kernel_call* call) {

@@ -14,9 +14,11 @@ enum CpuType { kF32, kF16, kBF16, kQ8_0, kMXFP4, kCpuTypes };
 
 // Encodings of the other factor of a product.
 //   kInputF32   n floats
+//   kInputExact n floats, products summed in float64: a result is off by one rounding
 //   kInputI16   n int16, then n / 32 float scales: value = scales[i / 32] * q[i]
 //   kInputI8    n int8, then the scales
-enum CpuInput { kInputF32, kInputI16, kInputI8, kCpuInputs };
+enum CpuInput { kInputF32, kInputExact, kInputI16, kInputI8, kCpuInputs };
+constexpr bool rounds_input(CpuInput kind) { return kind >= kInputI16; }
 
 constexpr int32_t kInputBlock = 32;   // values that share a scale
 constexpr int32_t kMaxDotRows = 16;   // inputs per call of a DotFn
@@ -47,7 +49,7 @@ struct KdaCall {
     int32_t d;
     int32_t pad;         // kda_pad(d)
     KdaRows rows;
-    float* scratch;      // kda_chunk: kda_scratch_floats(d, n_v)
+    float* scratch;      // kda_chunk, kda_exact: kda_scratch_floats(d, n_v)
 };
 
 // Widest vectors are 16 lanes, so that one padding serves every ISA.
@@ -78,7 +80,7 @@ struct CpuKernels {
 
     DotFn dot[kCpuInputs][kCpuTypes];                                                       // null: no such product
     void (*widen[kCpuTypes])(const uint8_t* src, float* dst, int64_t n);                    // n: whole blocks
-    // Rounds n values, whole blocks of kInputBlock; null for kInputF32. NaN and infinity make the scale of their block NaN.
+    // Rounds n values, whole blocks of kInputBlock; null for the float inputs. NaN and infinity make the scale of their block NaN.
     void (*quantize[kCpuInputs])(const float* x, int64_t n, void* q, float* scales);
 
     void (*add)(const float* a, const float* b, int64_t n, float* y);
@@ -99,6 +101,7 @@ struct CpuKernels {
     void (*gate_bounded)(const float* f, const float* dt, float a, float lower_bound, int64_t n, float* g);
 
     void (*kda_prepare)(const float* q, const float* k, const float* g, int64_t stride, int32_t n, int32_t d, const KdaRows& rows);
+    void (*kda_exact)(const KdaCall& call);   // token by token, float64 within the call
     void (*kda_step)(const KdaCall& call);    // token by token
     void (*kda_chunk)(const KdaCall& call);   // all tokens at once
     void (*attend)(const AttendCall& call);

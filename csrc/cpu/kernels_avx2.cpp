@@ -163,10 +163,8 @@ void dot_int(const uint8_t* w, size_t w_stride, int32_t n_w, const void* const* 
 
 void kernels_init_avx2(CpuKernels& k) {
     enter_kernels(k, "avx2");
-    k.dot[kInputF32][kQ8_0] = dot_f32<avx2::Q8_0Row>;
-    k.dot[kInputF32][kMXFP4] = dot_f32<avx2::MXFP4Row>;
-    k.widen[kQ8_0] = widen<avx2::Q8_0Row>;
-    k.widen[kMXFP4] = widen<avx2::MXFP4Row>;
+    enter_dot<avx2::Q8_0Row>(k, kQ8_0);
+    enter_dot<avx2::MXFP4Row>(k, kMXFP4);
     k.dot[kInputI16][kQ8_0] = avx2::dot_int<avx2::Q8_0Block, int16_t>;
     k.dot[kInputI16][kMXFP4] = avx2::dot_int<avx2::MXFP4Block, int16_t>;
     k.dot[kInputI8][kQ8_0] = avx2::dot_int<avx2::Q8_0Block, int8_t>;

@@ -149,6 +149,9 @@ void cpu_kda_scan(HostBackend& host, const OpCall& c) {
             call.pad = pad_to_lanes(d);
             call.rows = s.rows;
             call.scratch = s.scratch;
+            const auto scan = self.activations == DELTA_EXACT ? self.kernels.kda_exact
+                              : seq.n_rows < kChunkFrom       ? self.kernels.kda_step
+                                                              : self.kernels.kda_chunk;
             for (int32_t t = 0; t < seq.n_rows; t += kKdaChunk) {
                 const int64_t row = seq.first_row + t;
                 const int64_t at = row * inner + h * d;
@@ -159,7 +162,7 @@ void cpu_kda_scan(HostBackend& host, const OpCall& c) {
                 for (int32_t i = 0; i < call.n; ++i) {
                     s.beta[i] = static_cast<float>(1.0 / (1.0 + std::exp(-double{c.in[4][(row + i) * n_head + h]})));
                 }
-                (call.n < kChunkFrom ? self.kernels.kda_step : self.kernels.kda_chunk)(call);
+                scan(call);
             }
         }
     });

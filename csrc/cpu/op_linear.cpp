@@ -23,7 +23,7 @@ struct LinearCall {
 
 size_t rounded_row_bytes(CpuInput kind, int64_t n) {
     constexpr size_t kAlign = 64;
-    if (kind == kInputF32) {
+    if (!rounds_input(kind)) {
         return 0;
     }
     const size_t value_bytes = kind == kInputI16 ? 2 : 1;
@@ -32,7 +32,7 @@ size_t rounded_row_bytes(CpuInput kind, int64_t n) {
 }
 
 Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_rows, int64_t x_stride, int64_t n, uint8_t* buffer) {
-    if (kind == kInputF32) {
+    if (!rounds_input(kind)) {
         return {kind, reinterpret_cast<const uint8_t*>(x), static_cast<size_t>(x_stride) * sizeof(float)};
     }
     const size_t row_bytes = rounded_row_bytes(kind, n);

@@ -122,7 +122,7 @@ struct Experts {
         : gate(*op.w[0]), up(*op.w[1]), down(*op.w[2]), params(op.get<ExpertParams>()), gate_kind(self.input_kind(gate)),
           up_kind(self.input_kind(up)), hidden_kind(self.input_kind(down)) {
         hidden_row_bytes =
-            hidden_kind == kInputF32 ? static_cast<size_t>(down.cols) * sizeof(float) : rounded_row_bytes(hidden_kind, down.cols);
+            !rounds_input(hidden_kind) ? static_cast<size_t>(down.cols) * sizeof(float) : rounded_row_bytes(hidden_kind, down.cols);
     }
 
     ExpertScratch scratch(Workspace& space, int32_t n_rows, int32_t n_threads) const {
@@ -212,14 +212,14 @@ void cpu_moe_experts(HostBackend& host, const OpCall& c) {
                 for (int32_t j = 0; j < n_x; ++j) {
                     uint8_t* hidden = s.hidden + static_cast<size_t>(s.places[p + j]) * x.hidden_row_bytes;
                     float* g = t.gate + j * kInnerChunk;
-                    float* y = x.hidden_kind == kInputF32 ? reinterpret_cast<float*>(hidden) + first : g;
+                    float* y = !rounds_input(x.hidden_kind) ? reinterpret_cast<float*>(hidden) + first : g;
                     const Activation& a = x.params.activation;
                     if (a.kind == Activation::Silu) {
                         k.silu_mul(g, t.up + j * kInnerChunk, n, y);
                     } else {
                         k.situ_mul(g, t.up + j * kInnerChunk, n, a.beta, a.linear_beta, y);
                     }
-                    if (x.hidden_kind != kInputF32) {
+                    if (rounds_input(x.hidden_kind)) {
                         const size_t value_bytes = x.hidden_kind == kInputI16 ? 2 : 1;
                         float* scales = reinterpret_cast<float*>(hidden + static_cast<size_t>(inner) * value_bytes);
                         k.quantize[x.hidden_kind](y, n, hidden + static_cast<size_t>(first) * value_bytes, scales + first / kInputBlock);

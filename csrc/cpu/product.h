@@ -14,7 +14,7 @@ struct Inputs {
     const void* row(int64_t i) const { return data + static_cast<size_t>(i) * stride; }
 };
 
-// Bytes of one row of n rounded values; 0 for float32, which is used where it is.
+// Bytes of one row of n rounded values; 0 if they are not rounded, but used where they are.
 size_t rounded_row_bytes(CpuInput kind, int64_t n);
 
 // Rows x + i * x_stride (in floats) of n values. `buffer`: n_rows * rounded_row_bytes().

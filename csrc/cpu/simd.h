@@ -15,7 +15,8 @@ namespace {
 constexpr int kWidth = SIMD_WIDTH;
 
 typedef float Vec __attribute__((vector_size(4 * SIMD_WIDTH)));
-typedef double DoubleVec __attribute__((vector_size(8 * SIMD_WIDTH)));
+typedef double DoubleHalf __attribute__((vector_size(4 * SIMD_WIDTH)));
+typedef float FloatHalf __attribute__((vector_size(2 * SIMD_WIDTH)));
 typedef int32_t IVec __attribute__((vector_size(4 * SIMD_WIDTH)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * SIMD_WIDTH)));
 typedef int8_t ByteVec __attribute__((vector_size(SIMD_WIDTH)));
@@ -58,9 +59,42 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// As many float64 lanes, in two vectors of the same size.
+struct DoubleVec {
+    DoubleHalf low, high;
+};
+inline DoubleVec operator+(DoubleVec a, DoubleVec b) { return {a.low + b.low, a.high + b.high}; }
+inline DoubleVec operator*(DoubleVec a, DoubleVec b) { return {a.low * b.low, a.high * b.high}; }
+inline DoubleVec& operator+=(DoubleVec& a, DoubleVec b) { return a = a + b; }
+inline DoubleVec splat(double x) { return {x - DoubleHalf{}, x - DoubleHalf{}}; }
+
+inline void store(double* p, DoubleVec v) { memcpy(p, &v, sizeof v); }
+
+inline DoubleVec to_double(Vec x) {
+    FloatHalf half[2];
+    memcpy(half, &x, sizeof x);
+    return {__builtin_convertvector(half[0], DoubleHalf), __builtin_convertvector(half[1], DoubleHalf)};
+}
+inline Vec to_float(DoubleVec x) {
+    const FloatHalf half[2] = {__builtin_convertvector(x.low, FloatHalf), __builtin_convertvector(x.high, FloatHalf)};
+    Vec y;
+    memcpy(&y, half, sizeof y);
+    return y;
+}
+
+inline DoubleHalf fma(DoubleHalf a, DoubleHalf b, DoubleHalf c) {
+#if defined(__FMA__) && SIMD_WIDTH == 8
+    return bits<DoubleHalf>(_mm256_fmadd_pd(bits<__m256d>(a), bits<__m256d>(b), bits<__m256d>(c)));
+#else
+    return a * b + c;
+#endif
+}
+inline DoubleVec fma(DoubleVec a, DoubleVec b, DoubleVec c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
+
 // Halves added pairwise, always in this order.
-inline float sum(Vec v) {
-    float lanes[kWidth];
+template <class Lane, class V>
+inline Lane sum_lanes(V v) {
+    Lane lanes[kWidth];
     memcpy(lanes, &v, sizeof v);
     for (int step = kWidth / 2; step > 0; step /= 2) {
         for (int i = 0; i < step; ++i) {
@@ -69,6 +103,8 @@ inline float sum(Vec v) {
     }
     return lanes[0];
 }
+inline float sum(Vec v) { return sum_lanes<float>(v); }
+inline double sum(DoubleVec v) { return sum_lanes<double>(v); }
 
 inline Vec magnitude(Vec x) { return bits<Vec>(bits<IVec>(x) & isplat(0x7fffffff)); }
 

@@ -62,7 +62,7 @@ typedef struct delta_test_kernel_call {
     const char *isa;           /* a word of delta_test_isas() */
     const char *kernel;        /* a word of delta_test_kernels() */
     uint32_t type;             /* dot, widen: type id of the weights */
-    uint32_t input;            /* dot, quantize: 0 float32, 1 int16, 2 int8 */
+    uint32_t input;            /* dot, quantize: 0 float32, 1 the same summed in float64, 2 int16, 3 int8 */
     const void *inputs[5];
     void *outputs[4];
     int64_t sizes[5];          /* as the kernel's case in cpu_test.cpp lists them */
