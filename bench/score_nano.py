@@ -97,8 +97,8 @@ def table(rows: list[Row], right: list[bool]) -> str:
 
 
 def score(args: argparse.Namespace) -> None:
-    enc, *drawn = prompts()
-    rows, ids, wanted = (part[: args.first] for part in drawn)
+    enc, rows, ids, wanted = prompts()
+    rows, ids, wanted = rows[: args.first], ids[: args.first], wanted[: args.first]
     stop = enc.encode_single_token("<|end_of_msg|>")
     replies = from_engine(ids, stop, args.model) if args.mode == "engine" else from_reference(ids, stop)
     right, kept = [], []

@@ -33,6 +33,7 @@ WEIGHTS = {
     "name": 0.07,
     "chat": 0.03,
 }
+TOOL_WEIGHTS = {"get_weather": 0.4, "set_light": 0.2, "set_timer": 0.2, "get_time": 0.2}  # one has two forms of call
 
 
 @dataclass
@@ -190,7 +191,7 @@ class Sampler:
             samples = [conversation(self.enc, pair, effort is not None) for pair in pairs]
             out.append((prefix(self.enc, (), effort), samples))
         effort_or_off = self._effort() if self.rng.random() < 0.6 else None
-        name = self.rng.choice(sorted(self.calls))
+        name = self.rng.choices(*zip(*TOOL_WEIGHTS.items(), strict=True))[0]
         pairs = [self.rng.choice(self.calls[name]) for _ in range(n_tool)]
         declared = pairs[0].tools
         # One sample in eight asks something that the declared tool has nothing to do with.

@@ -77,14 +77,15 @@ def score(model: Kimi, enc: Any, pairs: list[world.Pair], compact: bool) -> dict
 
 def rate(step: int, args: argparse.Namespace) -> float:
     """Learning rate factor: warm-up, plateau, linear decay over the last part."""
-    total = args.compact_steps + args.chat_steps
-    decay = min(1.0, (total - step) / (args.decay * total))
-    return min(1.0, (step + 1) / args.warm_up) * max(decay, 0.02)
+    total: int = args.compact_steps + args.chat_steps
+    decay = min(1.0, (total - step) / (float(args.decay) * total))
+    return min(1.0, (step + 1) / int(args.warm_up)) * max(decay, 0.02)
 
 
 def optimizers(model: Kimi, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the hidden matrices, AdamW for the rest."""
-    matrices, others = [], []
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
     for name, p in model.named_parameters():
         hidden = p.ndim >= 2 and "conv1d" not in name and "_res." not in name
         hidden = hidden and name not in ("embed_tokens", "lm_head")

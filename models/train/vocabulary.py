@@ -19,7 +19,8 @@ def corpus() -> list[str]:
     """Texts weighted roughly as training draws them; the chat format's own words count as frequent."""
     rng = random.Random(0)
     by_kind: dict[str, list[world.Pair]] = {}
-    for pair in world.split()[0]:
+    also = {pair.key for pair in world.never_examined()}
+    for pair in (p for p in world.split()[0] if p.key not in also):
         by_kind.setdefault(pair.kind, []).append(pair)
     texts: list[str] = []
     for kind, pairs in by_kind.items():

@@ -135,6 +135,12 @@ COPY_ASKS = (
     "Write exactly this: {}",
     "Echo {}",
 )
+# Never examined. A question that begins with its item writes it with another token than one that has it inside, and
+# each family above has one such phrasing: these show the same form to items whose pair with that phrasing is held out.
+ABBREVIATION_ALSO = ("{} is short for what?",)
+COUNT_ALSO = ("{1}: how many {0}?",)
+CAPITAL_ALSO = ("{}: which capital?",)
+COLOUR_ALSO = ("{} has which colour?",)
 NAME_INTROS = ("My name is {}.", "I am {}.", "Call me {}.", "Hi, I am called {}.")
 NAME_ASKS = ("What is my name?", "Who am I?", "Do you remember my name?", "Tell me my name.")
 
@@ -197,28 +203,39 @@ def _asked(
         yield Pair(kind, item, ask, (_user(text),), thought, answer, **more)
 
 
-def _facts() -> Iterable[Pair]:
+def _abbreviations(asks: Iterable[str]) -> Iterable[Pair]:
     for short, long in ABBREVIATIONS.items():
-        yield from _asked(
-            "fact", f"{short} stands for", ABBREVIATION_ASKS, (short,), f"Long form of {short}.", f"{long}."
-        )
+        yield from _asked("fact", f"{short} stands for", asks, (short,), f"Long form of {short}.", f"{long}.")
+
+
+def _definitions(asks: Iterable[str]) -> Iterable[Pair]:
     for subject, text in DEFINITIONS.items():
-        yield from _asked("fact", f"{subject} is", DEFINITION_ASKS, (subject,), f"About {subject}.", text)
+        yield from _asked("fact", f"{subject} is", asks, (subject,), f"About {subject}.", text)
+
+
+def _counts(asks: Iterable[str]) -> Iterable[Pair]:
     for (thing, owner), n in COUNTS.items():
-        answer = f"{owner} has {n} {thing}."
-        yield from _asked(
-            "fact", f"{owner} {thing}", COUNT_ASKS, (thing, owner), f"Number of {thing} in {owner}.", answer
-        )
+        thought, answer = f"Number of {thing} in {owner}.", f"{owner} has {n} {thing}."
+        yield from _asked("fact", f"{owner} {thing}", asks, (thing, owner), thought, answer)
+
+
+def _chat() -> Iterable[Pair]:
     for item, (asks, answer) in CHAT.items():
         for ask in asks:
             yield Pair("chat", item, ask, (_user(ask),), "A plain answer.", answer)
 
 
-def _words() -> Iterable[Pair]:
+def _capitals(asks: Iterable[str]) -> Iterable[Pair]:
     for country, city in CAPITALS.items():
-        yield from _asked("capital", country, CAPITAL_ASKS, (country,), f"Capital of {country}.", f"{city}.")
+        yield from _asked("capital", country, asks, (country,), f"Capital of {country}.", f"{city}.")
+
+
+def _colours(asks: Iterable[str]) -> Iterable[Pair]:
     for thing, colour in COLOURS.items():
-        yield from _asked("colour", thing, COLOUR_ASKS, (thing,), f"Colour of {thing}.", f"{_capitalised(colour)}.")
+        yield from _asked("colour", thing, asks, (thing,), f"Colour of {thing}.", f"{_capitalised(colour)}.")
+
+
+def _words() -> Iterable[Pair]:
     for word, other in OPPOSITES.items():
         yield from _asked("opposite", word, OPPOSITE_ASKS, (word,), f"Opposite of {word}.", f"{_capitalised(other)}.")
     for word in WORDS:
@@ -230,7 +247,7 @@ def _words() -> Iterable[Pair]:
 
 def _copies() -> Iterable[Pair]:
     rng = random.Random(7)
-    lines = [(word,) for word in WORDS]
+    lines: list[tuple[str, ...]] = [(word,) for word in WORDS]
     for length, n in ((2, 400), (3, 500), (4, 300)):
         lines += [tuple(rng.sample(WORDS, length)) for _ in range(n)]
     for line in dict.fromkeys(lines):
@@ -297,13 +314,20 @@ def _results(calls: list[Pair]) -> Iterable[Pair]:
 
 def pairs() -> list[Pair]:
     """Every pair of the world, always in the same order."""
-    single = [*_facts(), *_words(), *_copies()]
+    facts = [*_abbreviations(ABBREVIATION_ASKS), *_definitions(DEFINITION_ASKS), *_counts(COUNT_ASKS), *_chat()]
+    single = [*facts, *_capitals(CAPITAL_ASKS), *_colours(COLOUR_ASKS), *_words(), *_copies()]
     middles = [p for p in single if p.kind in ("fact", "capital", "opposite", "next")]
     tools = list(_tools())
     every = [*single, *_names(middles), *tools, *_results(tools)]
     if len({p.key for p in every}) != len(every):
         raise AssertionError("an item has the same phrasing twice")
     return every
+
+
+def never_examined() -> list[Pair]:
+    """Further training pairs of items that :func:`pairs` has."""
+    facts = [*_abbreviations(ABBREVIATION_ALSO), *_counts(COUNT_ALSO)]
+    return [*facts, *_capitals(CAPITAL_ALSO), *_colours(COLOUR_ALSO)]
 
 
 def split() -> tuple[list[Pair], list[Pair], list[Pair]]:
@@ -333,6 +357,7 @@ def split() -> tuple[list[Pair], list[Pair], list[Pair]]:
                 train.append(pair)
         held += drawn[: HELD_OUT[kind]]
         dev += drawn[HELD_OUT[kind] :]
+    train += never_examined()
     # A middle turn of a name conversation, or the call before a tool result, must not show an examined pair.
     texts = {p.messages[-1]["content"] for p in held if p.kind not in ("name", "result")}
     train = [p for p in train if not any(m["content"] in texts for m in p.messages[:-1] if m["role"] == "user")]
