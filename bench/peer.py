@@ -58,6 +58,12 @@ class Peer:
         tokens: list[int] = self._ask([list(map(int, ids)), max_tokens], "continuing a prompt")
         return tokens
 
+    def distribution(self, ids: Sequence[int], n_vocab: int) -> dict[int, float] | None:
+        """Token -> natural logarithm of its probability after a prompt; None where the peer does not tell, which is the
+        case when its best token leaves a UTF-8 character incomplete."""
+        pairs = self._ask([list(map(int, ids)), 1, n_vocab], "continuing a prompt")
+        return {token: logprob for token, logprob in pairs} or None
+
     def close(self) -> None:
         self.process.kill()  # it holds nothing that must be saved
         self.process.communicate()
@@ -124,8 +130,8 @@ def start_server(model: str, n_ctx: int, n_threads: int) -> Any:
     return xllamacpp.Server(params)
 
 
-def complete(address: str, ids: Sequence[int], max_tokens: int) -> list[int]:
-    """Greedy tokens through the server's own endpoint.
+def complete(address: str, ids: Sequence[int], max_tokens: int, n_probs: int = 0) -> list[Any]:
+    """Greedy tokens through the server's own endpoint; with `n_probs`, [token, logprob] pairs of the first of them.
 
     Not through `Server.handle_completions`: its answer has token ids only beside probabilities, and there each token
     that leaves a UTF-8 character incomplete is missing.
@@ -137,6 +143,7 @@ def complete(address: str, ids: Sequence[int], max_tokens: int) -> list[int]:
         "samplers": ["temperature"],
         "return_tokens": True,
         "cache_prompt": False,
+        "n_probs": n_probs,
     }
     url = urlsplit(address)
     connection = http.client.HTTPConnection(url.hostname or "", url.port)
@@ -152,12 +159,16 @@ def complete(address: str, ids: Sequence[int], max_tokens: int) -> list[int]:
     read, cached = answer["tokens_evaluated"], answer["timings"]["cache_n"]
     if read != len(ids) or cached != 0 or answer["truncated"]:
         raise RuntimeError(f"read {read} tokens of {len(ids)}, {cached} from a cache, truncated: {answer['truncated']}")
+    if n_probs:
+        first = answer.get("completion_probabilities", [])[:1]
+        return [[entry["id"], entry["logprob"]] for step in first for entry in step["top_logprobs"]]
     tokens: list[int] = answer["tokens"]
     return tokens
 
 
 def serve(model: str, n_ctx: int, n_threads: int) -> None:
-    """The peer's process: a line `[ids, max_tokens]` is answered by a line `{"result": tokens}` or `{"error": text}`.
+    """The peer's process: a line `[ids, max_tokens]` or `[ids, 1, n_probs]` is answered by a line `{"result": ...}` or
+    `{"error": text}`.
 
     The first line, `null`, is answered when the file is loaded.
     """

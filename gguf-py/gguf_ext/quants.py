@@ -49,7 +49,20 @@ def quantize_rows(rows: np.ndarray, type_: GGMLQuantizationType, name: str, firs
     if type_ == GGMLQuantizationType.Q8_0:
         # The block scale, largest magnitude / 127, is stored in half precision; 65520 rounds to infinity.
         _refuse_overflow(np.abs(rows) / np.float32(127) >= np.float32(65520), rows, type_, name, first_row)
+        rows = _without_vanishing_blocks(rows)
     return np.ascontiguousarray(quants.quantize(rows, type_)).view(np.uint8)
+
+
+def _without_vanishing_blocks(rows: np.ndarray) -> np.ndarray:
+    """Rows with zeros in the Q8_0 blocks whose scale has no finite reciprocal, 127 / largest > float32's maximum.
+
+    Such a block decodes to zeros whatever its codes are, but its codes would be what a cast of NaN happens to give.
+    """
+    blocks = rows.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0][0])
+    vanishing = np.abs(blocks).max(axis=1, initial=0) < 4e-37
+    if not vanishing.any():
+        return rows
+    return np.where(vanishing[:, None], np.float32(0), blocks).reshape(rows.shape)
 
 
 def _refuse_overflow(
