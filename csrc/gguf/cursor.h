@@ -43,7 +43,7 @@ class Cursor {
         return at;
     }
 
-    // `count` things of at least `each` bytes must still fit; after this a loop over them ends and memory for them is bounded.
+    // `count` things of at least `each` bytes must still fit.
     void expect(uint64_t count, uint64_t each, const char* what) const {
         if (count > left() / each) {
             fail(DELTA_FORMAT, format("%s is %llu, but only %llu bytes are left", what, static_cast<unsigned long long>(count),

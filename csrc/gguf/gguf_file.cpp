@@ -219,7 +219,6 @@ GgufFile parse_gguf(const uint8_t* data, size_t size, const std::string& path) {
     cursor.expect(n_values, kMinValueBytes, "number of keys");
 
     GgufFile file;
-    file.values.reserve(n_values);
     for (uint64_t i = 0; i < n_values; ++i) {
         file.values.push_back(read_value(cursor));
         const std::string_view key = file.values.back().key;
@@ -229,7 +228,6 @@ GgufFile parse_gguf(const uint8_t* data, size_t size, const std::string& path) {
     }
     const uint64_t alignment = read_alignment(cursor, file);
 
-    file.tensors.reserve(n_tensors);
     uint64_t expected = 0;  // offset of the next tensor: tensors follow each other without holes
     for (uint64_t i = 0; i < n_tensors; ++i) {
         uint64_t offset = 0;

@@ -348,6 +348,14 @@ def tensor_cases() -> Iterator[Case]:
         "offset_max", "an offset of 2^64 - 1", tensors(Tensor(offset=2**64 - 1)), "FORMAT", "'t'", str(2**64 - 1)
     )
     yield case(
+        "data_wrap",
+        "two tensors of 2^63 bytes",
+        tensors(Tensor("a", dims=(1 << 61,)), Tensor("b", dims=(1 << 61,), offset=1 << 63)),
+        "FORMAT",
+        "'b'",
+        "2^64",
+    )
+    yield case(
         "offset_order",
         "tensors in another order than their data",
         tensors(Tensor("a", offset=32), Tensor("b", offset=0)),
