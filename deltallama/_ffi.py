@@ -16,7 +16,7 @@ from typing import Any
 from . import errors
 
 try:
-    from . import _cdef
+    import deltallama._cdef as _cdef
 except ImportError:
     raise errors.InterfaceError(
         f"{Path(__file__).parent} is a source folder without the native library: install it with `pip install .` and "
