@@ -177,10 +177,12 @@ def scan_reference(inputs: list[np.ndarray], heads: int, dim: int, state: np.nda
 @pytest.mark.parametrize("heads,dim", [(1, 4), (3, 48), (2, 128)])
 @pytest.mark.parametrize("decay", [0.01, 5.0, 316.0])
 @pytest.mark.parametrize("split", [[1], [200], [1, 7, 16, 64, 33], [15, 17, 2, 100]], ids=str)
+@pytest.mark.parametrize("activations", ["exact", "fine"])
 def test_d1_d2_d4_kda_scan_at_any_split(
-    device: str, rng: np.random.Generator, heads: int, dim: int, decay: float, split: list[int]
+    device: str, rng: np.random.Generator, heads: int, dim: int, decay: float, split: list[int], activations: str
 ) -> None:
-    """D1, D2, D4: every split of the rows gives the outputs and the state of the token-by-token definition."""
+    """D1, D2, D4: every split of the rows gives the outputs and the state of the token-by-token definition. Nothing is
+    rounded here, but only `exact` keeps to one token after the other."""
     state = State(n_head=heads, head_dim=dim, conv_rows=3)
     state.scan(0)[:] = normal(rng, heads, dim, dim)
     expected_state = state.scan(0).astype(np.float64)
@@ -193,6 +195,7 @@ def test_d1_d2_d4_kda_scan_at_any_split(
             inputs,
             device=device,
             out_cols=heads * dim,
+            activations=activations,
             state=state,
             sequences=[Sequence(0, 0, n, position)],
         )
@@ -212,7 +215,7 @@ def test_d7_kda_scan_of_several_sequences(device: str, rng: np.random.Generator)
     inputs = scan_inputs(rng, sum(lengths), heads, dim, 1.0)
     starts = list(itertools.accumulate(lengths, initial=0))
     out = run(
-        "kda_scan", inputs, device=device, out_cols=heads * dim, state=state,
+        "kda_scan", inputs, device=device, out_cols=heads * dim, state=state, activations="fine",
         sequences=[Sequence(s, a, n, 9) for s, a, n in zip(slots, starts, lengths, strict=False)],
     )  # fmt: skip
     for slot, start, n in zip(slots, starts, lengths, strict=False):
@@ -227,7 +230,7 @@ def test_kda_scan_without_normalisable_input(device: str, rng: np.random.Generat
     state = State(n_head=1, head_dim=8, conv_rows=1)
     inputs = scan_inputs(rng, 20, 1, 8, 1.0)
     inputs[0][3], inputs[1][5] = 0, 0
-    out = run("kda_scan", inputs, device=device, out_cols=8, state=state)
+    out = run("kda_scan", inputs, device=device, out_cols=8, state=state, activations="fine")
     expected, _ = scan_reference(inputs, 1, 8, np.zeros((1, 8, 8)))
     assert np.isfinite(out).all() and nmse(out, expected) < 1e-11
 
@@ -447,6 +450,62 @@ def test_results_do_not_depend_on_threads_or_company(rng: np.random.Generator, t
     for row in (0, 7, 19):
         alone = run("linear", [x[row : row + 1]], [w], device="cpu", out_cols=37, activations=activations, n_threads=2)
         assert np.array_equal(alone[0], many[row])
+
+
+@pytest.mark.parametrize("activations", ["exact", "fine"])
+def test_experts_do_not_depend_on_threads_or_company(rng: np.random.Generator, activations: str) -> None:
+    """However the rows are grouped by expert, each adds up its own experts in the order of its route."""
+    n, n_expert, k, width, inner = 40, 5, 3, 64, 160
+    z = normal(rng, n, width)
+    gate, up = (encode(rng, int(Type.MXFP4), n_expert, inner, width) for _ in range(2))
+    down = encode(rng, int(Type.Q8_0), n_expert, width, inner)
+    chosen = np.argsort(rng.random((n, n_expert)), axis=1)[:, :k].astype(np.float32)
+    route = np.concatenate([chosen, rng.random((n, k)).astype(np.float32)], axis=1)
+
+    def experts(rows: slice, n_threads: int) -> np.ndarray:
+        return run(
+            "moe_experts", [z[rows], route[rows]], [gate, up, down], [k, 1, 4.0, 25.0], device="cpu", out_cols=width,
+            activations=activations, n_threads=n_threads,
+        )  # fmt: skip
+
+    many = experts(slice(None), 3)
+    assert np.array_equal(many, experts(slice(None), 1))
+    for row in (0, 17, 39):
+        assert np.array_equal(experts(slice(row, row + 1), 2)[0], many[row])
+
+
+def test_attention_does_not_depend_on_threads_or_company(rng: np.random.Generator) -> None:
+    heads, latent, rope, position, n = 5, 40, 8, 61, 9
+    state = State(latent_width=latent + rope, n_ctx=80)
+    state.latent[0] = normal(rng, 80, latent + rope).view(np.uint8).reshape(80, -1)
+    a, q = normal(rng, n, heads * latent), normal(rng, n, heads * rope)
+
+    def attention(rows: slice, n_threads: int) -> np.ndarray:
+        sequence = Sequence(0, 0, len(a[rows]), position + rows.start)
+        return run(
+            "mla_attention", [a[rows], q[rows]], [], [heads, latent, rope, 0.3], device="cpu", state=state,
+            out_cols=heads * latent, n_threads=n_threads, sequences=[sequence],
+        )  # fmt: skip
+
+    many = attention(slice(0, n), 3)
+    assert np.array_equal(many, attention(slice(0, n), 1))
+    for row in (0, 3, 8):
+        assert np.array_equal(attention(slice(row, row + 1), 4)[0], many[row])
+
+
+@pytest.mark.parametrize("activations", ["exact", "fine"])
+@pytest.mark.parametrize("heads,dim,n", [(1, 64, 1), (3, 40, 20)])
+def test_kda_scan_does_not_depend_on_threads(
+    rng: np.random.Generator, heads: int, dim: int, n: int, activations: str
+) -> None:
+    inputs, results = scan_inputs(rng, n, heads, dim, 1.0), []
+    for n_threads in (1, 2, 7):
+        state = State(n_head=heads, head_dim=dim, conv_rows=1)
+        out = run("kda_scan", inputs, device="cpu", out_cols=heads * dim, state=state, activations=activations,
+                  n_threads=n_threads)  # fmt: skip
+        results.append((out, state.recurrent.copy()))
+    for out, recurrent in results[1:]:
+        assert np.array_equal(out, results[0][0]) and np.array_equal(recurrent, results[0][1])
 
 
 @pytest.mark.parametrize("type_", [int(Type.Q8_0), int(Type.MXFP4)], ids=type_name)

@@ -65,6 +65,7 @@ struct DoubleVec {
 };
 inline DoubleVec operator+(DoubleVec a, DoubleVec b) { return {a.low + b.low, a.high + b.high}; }
 inline DoubleVec operator*(DoubleVec a, DoubleVec b) { return {a.low * b.low, a.high * b.high}; }
+inline DoubleVec operator/(DoubleVec a, DoubleVec b) { return {a.low / b.low, a.high / b.high}; }
 inline DoubleVec& operator+=(DoubleVec& a, DoubleVec b) { return a = a + b; }
 inline DoubleVec splat(double x) { return {x - DoubleHalf{}, x - DoubleHalf{}}; }
 
@@ -160,20 +161,27 @@ inline Vec exp(Vec x) {
     return p * bits<Vec>((half + 127) << 23) * bits<Vec>((ni - half + 127) << 23);
 }
 
+// The functions below return float64, so that what a kernel makes of them is rounded once. Their own error is that of the
+// exponential, half a unit of float32 or less.
+
 // 1 / (1 + e^-x), and for negative x e^x / (1 + e^x), which stays exact to the smallest results.
-inline Vec sigmoid(Vec x) {
+inline DoubleVec sigmoid(Vec x) {
     const Vec e = exp(-magnitude(x));
-    return (x < 0.0F ? e : splat(1.0F)) / (1.0F + e);
+    return to_double(x < 0.0F ? e : splat(1.0F)) / (splat(1.0) + to_double(e));
 }
 
-inline Vec tanh(Vec x) {
+inline DoubleVec select(DoubleVec x, double below, DoubleVec small, DoubleVec large) {
+    return {x.low < below ? small.low : large.low, x.high < below ? small.high : large.high};
+}
+
+inline DoubleVec tanh(Vec x) {
     const Vec t = magnitude(x);
-    const Vec z = x * x;
+    const DoubleVec d = to_double(t);
+    const DoubleVec z = d * d;
     // Near 0 a convergent of Lambert's continued fraction x / (1 + z / (3 + z / (5 + ...))): relative error below 1e-8 here.
-    const Vec small = x * fma(z + 105.0F, z, splat(945.0F)) / fma(fma(splat(15.0F), z, splat(420.0F)), z, splat(945.0F));
-    const Vec large = 1.0F - 2.0F / (exp(2.0F * t) + 1.0F);
-    const Vec signed_large = bits<Vec>(bits<IVec>(large) | (bits<IVec>(x) & INT32_MIN));
-    return t < 0.625F ? small : signed_large;
+    const DoubleVec small = d * ((z + splat(105.0)) * z + splat(945.0)) / ((splat(15.0) * z + splat(420.0)) * z + splat(945.0));
+    const DoubleVec large = splat(1.0) + splat(-2.0) / (to_double(exp(2.0F * t)) + splat(1.0));
+    return to_double(x < 0.0F ? splat(-1.0F) : splat(1.0F)) * select(d, 0.625, small, large);
 }
 
 // log(1 + e^x) = max(x, 0) + log1p(y), y = e^-|x|; log1p(y) = 2 artanh(s), s = y / (2 + y) <= 1/3, as its power series.
