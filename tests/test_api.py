@@ -523,6 +523,17 @@ def test_busy_and_queries_from_a_second_thread(
         fresh.check(idle, [7, 8])
 
 
+def test_e16_many_threads_with_shared_prefixes(golden: Path, gguf: Callable[..., Path]) -> None:
+    """16 workers, queries and cancels on one model: every answer is the one of a serial run."""
+    program = native.library_path().with_name("delta-stress")
+    if not program.is_file():
+        pytest.skip(f"no {program.name} beside the library under test")
+    command = [program, gguf(golden / "k3-mini"), "1000"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert re.fullmatch(r"requests 1000 busy \d+ cancelled \d+ wrong 0\n", found.stdout)
+
+
 def test_a_session_is_freed_while_another_computes(engine: Engine, path: Path) -> None:
     running, idle = engine.session(), engine.session()
     freed: list[int] = []

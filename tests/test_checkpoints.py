@@ -73,6 +73,24 @@ def test_sessions_share_the_budget(k3_mini: Path, k3_fresh: Fresh, rng: np.rando
         assert engine.stats()["n_checkpoints"] == 2
 
 
+def test_a_fork_keeps_its_newest_checkpoint(k3_mini: Path, k3_fresh: Fresh, rng: np.random.Generator) -> None:
+    """A session that goes on and needs room gives up what its fork does not need most."""
+    tokens, more = prompt(rng, 40), prompt(rng, 60)
+    with Engine(k3_mini, n_ctx=128) as probe:
+        size = int(probe.info.checkpoint_size)
+    with Engine(k3_mini, n_ctx=128, n_sessions=2, checkpoint_every=8, checkpoint_bytes=4 * size) as engine:
+        session = engine.session()
+        session.sync(tokens)
+        fork = session.fork()
+        assert fork.stats()["n_checkpoints"] == session.stats()["n_checkpoints"] == 4
+        assert engine.stats()["n_checkpoints"] == 4
+        session.sync(tokens + more)
+        session.free()
+        assert fork.sync([*tokens, 9]) == counts(40, 1, 0)
+        assert fork.sync([*tokens, 10]) == counts(40, 1, 0)
+        k3_fresh.check(fork, [*tokens, 10])
+
+
 def test_generation_by_sync_keeps_few_checkpoints(k3_mini: Path, k3_fresh: Fresh, rng: np.random.Generator) -> None:
     """A loop that calls sync for every token does not copy the state for every token."""
     text = prompt(rng, 20)

@@ -30,6 +30,9 @@ void Checksum::consume(const uint8_t* block) {
 }
 
 void Checksum::update(const void* data, size_t n_bytes) {
+    if (n_bytes == 0) {
+        return;  // `data` may be null
+    }
     const auto* at = static_cast<const uint8_t*>(data);
     n_bytes_ += n_bytes;
     if (n_pending_ != 0) {

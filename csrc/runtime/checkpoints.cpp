@@ -1,6 +1,8 @@
 #include "runtime/checkpoints.h"
 
 #include <algorithm>
+#include <limits>
+#include <map>
 
 namespace delta {
 
@@ -91,25 +93,29 @@ size_t CheckpointStore::take_place(int32_t slot, size_t position) {
     return victim;
 }
 
-// The session with the most checkpoints gives one up, where `slot` counts the one it is about to get. Within a session the newest is
-// kept; of the others that one goes whose neighbours lie closest together in proportion to its distance from the end: a timeline
-// is most often changed near its end, so older checkpoints may lie further apart. A session with a single one loses it only when no
-// session has two; then the place unused for the longest time goes.
+// The session with the most checkpoints gives one up, where `slot` counts the one it is about to get. The newest of a session is kept;
+// of the others that one goes whose neighbours lie closest together in proportion to its distance from the end: a timeline is most
+// often changed near its end, so older checkpoints may lie further apart. A session with a single one loses it only when no session
+// has two; then the place unused for the longest time goes.
 size_t CheckpointStore::victim_of(int32_t slot, size_t position_now) const {
-    std::vector<size_t> counts(static_cast<size_t>(slot) + 1, 0);  // checkpoints per slot
+    struct Holding {
+        size_t count = 0;
+        size_t newest = 0;
+    };
+    std::map<int32_t, Holding> sessions;
     for (const Place& place : places_) {
         for (const int32_t owner : place.owners) {
-            if (static_cast<size_t>(owner) >= counts.size()) {
-                counts.resize(static_cast<size_t>(owner) + 1, 0);
-            }
-            ++counts[static_cast<size_t>(owner)];
+            Holding& holding = sessions[owner];
+            ++holding.count;
+            holding.newest = std::max(holding.newest, place.position);
         }
     }
-    ++counts[static_cast<size_t>(slot)];
+    sessions[slot].count += 1;
+    sessions[slot].newest = position_now;
     int32_t loser = slot;  // among equals, the one that asks
-    for (size_t owner = 0; owner < counts.size(); ++owner) {
-        if (counts[owner] > counts[static_cast<size_t>(loser)]) {
-            loser = static_cast<int32_t>(owner);
+    for (const auto& [owner, holding] : sessions) {
+        if (holding.count > sessions[loser].count) {
+            loser = owner;
         }
     }
 
@@ -120,23 +126,25 @@ size_t CheckpointStore::victim_of(int32_t slot, size_t position_now) const {
         }
     }
     std::sort(chain.begin(), chain.end(), [&](size_t a, size_t b) { return places_[a].position < places_[b].position; });
-    if (counts[static_cast<size_t>(loser)] < 2) {
+    if (sessions[loser].count < 2) {
         const auto oldest =
             std::min_element(places_.begin(), places_.end(), [](const Place& a, const Place& b) { return a.used < b.used; });
         return static_cast<size_t>(oldest - places_.begin());
     }
 
-    // The loser keeps its newest, unless it is the one that asks: then the newest is the one to come.
-    const size_t end = loser == slot ? position_now : places_[chain.back()].position;
-    const size_t n_candidates = loser == slot ? chain.size() : chain.size() - 1;
+    const size_t end = sessions[loser].newest;
     size_t victim = chain.front();
-    double densest = 0;
-    for (size_t i = 0; i < n_candidates; ++i) {
-        const size_t here = places_[chain[i]].position;
+    double densest = std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < chain.size(); ++i) {
+        const Place& place = places_[chain[i]];
+        if (std::any_of(place.owners.begin(), place.owners.end(),
+                        [&](int32_t o) { return sessions[o].newest == place.position; })) {
+            continue;
+        }
         const size_t before = i == 0 ? 0 : places_[chain[i - 1]].position;
         const size_t after = i + 1 < chain.size() ? places_[chain[i + 1]].position : end;
-        const double spread = static_cast<double>(after - before) / static_cast<double>(end - here + 1);
-        if (i == 0 || spread < densest) {
+        const double spread = static_cast<double>(after - before) / static_cast<double>(end - place.position + 1);
+        if (spread < densest) {
             densest = spread;
             victim = chain[i];
         }

@@ -338,8 +338,7 @@ void load_session(Session& session, const char* path) {
         const std::lock_guard lock(session.mutex_);
         const std::lock_guard pool_lock(pool.mutex);
         session.tokens_.clear();
-        session.n_rows_ = 0;
-        session.all_rows_ = {};
+        session.drop_logits();
         session.last_checkpoint_ = 0;
         session.live_ = true;
         pool.checkpoints.drop_all(session.slot_);

@@ -25,7 +25,7 @@ void check_tokens(std::span<const int32_t> tokens, size_t n_vocab) {
 }
 
 void check_length(size_t before, size_t added, uint32_t n_ctx) {
-    if (before + added > n_ctx) {
+    if (added > n_ctx - before) {
         throw Error(
             DELTA_CONTEXT_FULL,
             format("a timeline of %zu tokens and %zu more exceed the %u positions of a session (n_ctx)", before, added, n_ctx));
@@ -109,9 +109,7 @@ class Computation {
         for (Work& work : works_) {
             Session& session = *work.session;
             const std::lock_guard lock(session.mutex_);
-            session.n_rows_ = 0;
-            session.all_rows_ = {};
-            session.tokens_.reserve(session.tokens_.size() + work.tokens.size());
+            session.drop_logits();
             if (work.logits != DELTA_LOGITS_ALL) {
                 continue;
             }
@@ -288,22 +286,32 @@ class Computation {
     uint64_t elapsed_ns_ = 0;
 };
 
+void Session::check_append(std::span<const int32_t> tokens) const {
+    if (tokens.empty()) {
+        throw Error(DELTA_ARG, "eval needs at least one token");
+    }
+    require_live("eval");
+    check_length(tokens_.size(), tokens.size(), pool_.model->params.n_ctx);
+    check_tokens(tokens, n_vocab());
+}
+
 void eval(SessionPool& pool, std::span<const EvalItem> items) {
     std::vector<Computation::Work> works;
     for (const EvalItem& item : items) {
-        Session& session = *item.session;
         for (const Computation::Work& other : works) {
-            if (other.session == &session) {
-                throw Error(DELTA_ARG, "a session occurs twice in one batch");
+            if (other.session == item.session) {
+                throw Error(DELTA_ARG, format("item %zu: its session occurs twice in the batch", works.size()));
             }
         }
-        if (item.tokens.empty()) {
-            throw Error(DELTA_ARG, "eval needs at least one token");
+        try {
+            item.session->check_append(item.tokens);
+        } catch (const Error& error) {
+            if (items.size() == 1) {
+                throw;
+            }
+            throw Error(error.status, format("item %zu: %s", works.size(), error.what()));
         }
-        session.require_live("eval");
-        check_tokens(item.tokens, session.n_vocab());
-        check_length(session.length(), item.tokens.size(), pool.model->params.n_ctx);
-        works.push_back({.session = &session, .tokens = item.tokens, .logits = item.logits});
+        works.push_back({.session = item.session, .tokens = item.tokens, .logits = item.logits});
     }
     Computation(pool, std::move(works)).run({});
 }
@@ -312,6 +320,7 @@ void eval(SessionPool& pool, std::span<const EvalItem> items) {
 
 Session::Session(SessionPool& pool) : pool_(pool) {
     const std::lock_guard lock(pool_.mutex);
+    tokens_.reserve(pool_.model->params.n_ctx);  // appending never fails
     slot_ = pool_.slots.acquire();
 }
 
@@ -327,8 +336,7 @@ Session::Rewind Session::rewind(std::span<const int32_t> tokens, size_t keep_at_
         std::mismatch(tokens_.begin(), tokens_.end(), tokens.begin(), tokens.end()).first - tokens_.begin());
     const size_t limit = std::min(common, keep_at_most);
     const std::lock_guard lock(mutex_);
-    n_rows_ = 0;
-    all_rows_ = {};
+    drop_logits();
     if (live_ && tokens_.size() <= limit) {
         return {common, tokens_.size()};
     }
@@ -349,17 +357,17 @@ delta_sync_result Session::sync(std::span<const int32_t> tokens, Progress progre
     if (tokens.empty()) {
         throw Error(DELTA_ARG, "sync needs at least one token");
     }
-    check_tokens(tokens, n_vocab());
     check_length(0, tokens.size(), pool_.model->params.n_ctx);
+    check_tokens(tokens, n_vocab());
 
     const auto [common, start] = rewind(tokens, tokens.size() - 1);
     count_reused(start);
     const size_t n = tokens.size();
     const size_t tail = n > kTail ? n - kTail : 0;
-    // A caller may well generate by calling sync with one more token each time: no two copies per token then.
-    const bool one_more = n - start == 1 && start < last_checkpoint_ + kTail;
-    if (start >= tail && start > last_checkpoint_ && !one_more) {
-        keep_checkpoint();
+    // A caller may well generate by calling sync with one more token each time: no copy per token then.
+    const bool one_more = n - start == 1;
+    if (start > last_checkpoint_ && (!one_more || start >= last_checkpoint_ + kTail)) {
+        keep_checkpoint();  // the end of a turn
     }
     Computation(pool_, {{.session = this,
                          .tokens = tokens.subspan(start),
@@ -392,6 +400,11 @@ void Session::truncate(size_t length) {
                          .logits = DELTA_LOGITS_LAST,
                          .n_replay = common - start}})
         .run({});
+}
+
+void Session::drop_logits() {
+    n_rows_ = 0;
+    std::vector<float>().swap(all_rows_);
 }
 
 void Session::checkpoint() {

@@ -79,6 +79,8 @@ class Session {
         size_t common;  // leading tokens that agree
         size_t start;   // of those, tokens whose state there is
     };
+    void check_append(std::span<const int32_t> tokens) const;  // throws Error
+    void drop_logits();                                        // mutex_ is held
     Rewind rewind(std::span<const int32_t> tokens, size_t keep_at_most);
     void keep_checkpoint();
     void count_reused(size_t n);
