@@ -12,7 +12,7 @@ def hf_config() -> dict[str, Any]:
     """The whole ``config.json``."""
     ids = {"bos_token_id": N_BASE, "eos_token_id": N_BASE + 2, "pad_token_id": N_BASE + 255}
     n_layer = FULL_ATTENTION[-1]
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,

@@ -27,7 +27,7 @@ WEIGHTS = {
     "capital": 0.09,
     "colour": 0.06,
     "opposite": 0.10,
-    "spell": 0.14,
+    "spell": 0.19,
     "next": 0.12,
     "copy": 0.15,
     "name": 0.07,

@@ -89,7 +89,8 @@ def from_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Kimi:
     if tensors:
         raise ValueError(f"tensors the model does not use: {sorted(tensors)[:4]}")
     model.load_state_dict(state)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _shards(tensors: dict[str, Tensor], n_layer: int) -> list[dict[str, Tensor]]:
