@@ -373,8 +373,9 @@ def test_kda(isa: str, rng: np.random.Generator, kernel: str, d: int, n_v: int, 
         wide(beta)[:, None],
         wide(state).T[None],
     )
-    assert off(o, expected[:, 0], np.abs(expected[:, 0]) + np.abs(wide(v)) * d**-0.5) < 1e-11
-    assert nmse(new, s[0].T) < 1e-11
+    written = np.abs(wide(v)).mean() * d**-0.5  # what one token adds to the state; later ones may cancel it
+    assert off(o, expected[:, 0], np.abs(expected[:, 0]) + written) < 1e-11
+    assert off(new, s[0].T, np.abs(s[0].T) + written) < 1e-11
 
 
 def padded(x: np.ndarray, pad: int) -> np.ndarray:
@@ -432,7 +433,9 @@ def test_isa_objects_share_nothing() -> None:
     if not objects:
         pytest.skip(f"no object files beside the library: {folder}")
     assert "kernels_generic.cpp.o" in {o.name for o in objects}
-    local, sanitizer = "trbdn", re.compile(r"_*(odr_)?(asan|ubsan|tsan)_|_GLOBAL_OFFSET_TABLE_")
+    local = "trbdn"
+    # Sanitizers call their own runtime and make functions unwindable.
+    sanitizer = re.compile(r"__(asan|ubsan|tsan)_|_GLOBAL_OFFSET_TABLE_|(DW\.ref\.)?__gxx_personality_v0")
     for path in objects:
         lines = subprocess.run(["nm", str(path)], check=True, capture_output=True, text=True).stdout.splitlines()
         symbols = [(line.split()[-2], line.split()[-1]) for line in lines]
