@@ -1,4 +1,4 @@
-"""The load contract of the engine: every key and tensor is required, checked and used; a wrong file is an error in words."""
+"""The load contract of the engine: every key and tensor is required, checked and used; a wrong file is refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_missing_vocabulary_is_named(k3: Path, tmp_path: Path) -> None:
 
 
 def tensor_names(preset_file: str) -> list[str]:
-    """One tensor of each kind; the golden files have a KDA dense, a KDA and an MLA expert layer among their first three."""
+    """One tensor of each kind: a KDA dense, a KDA expert and an MLA expert layer are among the first three."""
     common = ["token_embd.weight", "output.weight", "output_norm.weight"]
     every = ["attn_norm.weight", "ffn_norm.weight", "attn_output.weight"]
     kda = [
