@@ -49,6 +49,16 @@ inline Vec load_part(const float* p, int64_t n) {
 }
 inline void store_part(float* p, Vec v, int64_t n) { memcpy(p, &v, static_cast<size_t>(n) * sizeof(float)); }
 
+// The same where there are mostly n >= kWidth lanes to go.
+inline Vec load_up_to(const float* p, int64_t n) { return n >= kWidth ? load(p) : load_part(p, n); }
+inline void store_up_to(float* p, Vec v, int64_t n) {
+    if (n >= kWidth) {
+        store(p, v);
+    } else {
+        store_part(p, v, n);
+    }
+}
+
 // a * b + c; rounded once where the ISA has such an instruction. Written out, because contraction is off: it would be up to the
 // compiler whether two copies of a loop round alike.
 inline Vec fma(Vec a, Vec b, Vec c) {
@@ -69,18 +79,30 @@ inline DoubleVec operator/(DoubleVec a, DoubleVec b) { return {a.low / b.low, a.
 inline DoubleVec& operator+=(DoubleVec& a, DoubleVec b) { return a = a + b; }
 inline DoubleVec splat(double x) { return {x - DoubleHalf{}, x - DoubleHalf{}}; }
 
-inline void store(double* p, DoubleVec v) { memcpy(p, &v, sizeof v); }
+inline DoubleVec load(const double* p) { return {load<DoubleHalf>(p), load<DoubleHalf>(p + kWidth / 2)}; }
+inline void store(double* p, DoubleVec v) {
+    memcpy(p, &v.low, sizeof v.low);
+    memcpy(p + kWidth / 2, &v.high, sizeof v.high);
+}
+
+#if SIMD_WIDTH == 4
+#define LOW_LANES 0, 1
+#define HIGH_LANES 2, 3
+#elif SIMD_WIDTH == 8
+#define LOW_LANES 0, 1, 2, 3
+#define HIGH_LANES 4, 5, 6, 7
+#else
+#define LOW_LANES 0, 1, 2, 3, 4, 5, 6, 7
+#define HIGH_LANES 8, 9, 10, 11, 12, 13, 14, 15
+#endif
 
 inline DoubleVec to_double(Vec x) {
-    FloatHalf half[2];
-    memcpy(half, &x, sizeof x);
-    return {__builtin_convertvector(half[0], DoubleHalf), __builtin_convertvector(half[1], DoubleHalf)};
+    return {__builtin_convertvector(__builtin_shufflevector(x, x, LOW_LANES), DoubleHalf),
+            __builtin_convertvector(__builtin_shufflevector(x, x, HIGH_LANES), DoubleHalf)};
 }
 inline Vec to_float(DoubleVec x) {
-    const FloatHalf half[2] = {__builtin_convertvector(x.low, FloatHalf), __builtin_convertvector(x.high, FloatHalf)};
-    Vec y;
-    memcpy(&y, half, sizeof y);
-    return y;
+    return __builtin_shufflevector(__builtin_convertvector(x.low, FloatHalf), __builtin_convertvector(x.high, FloatHalf), LOW_LANES,
+                                   HIGH_LANES);
 }
 
 inline DoubleHalf fma(DoubleHalf a, DoubleHalf b, DoubleHalf c) {
@@ -92,20 +114,24 @@ inline DoubleHalf fma(DoubleHalf a, DoubleHalf b, DoubleHalf c) {
 }
 inline DoubleVec fma(DoubleVec a, DoubleVec b, DoubleVec c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
 
-// Halves added pairwise, always in this order.
-template <class Lane, class V>
-inline Lane sum_lanes(V v) {
-    Lane lanes[kWidth];
-    memcpy(lanes, &v, sizeof v);
-    for (int step = kWidth / 2; step > 0; step /= 2) {
-        for (int i = 0; i < step; ++i) {
-            lanes[i] += lanes[i + step];
-        }
+// Lane 0 of v + v shifted down by a half, a quarter, ... : halves added pairwise, always in this order.
+template <class V, class Index>
+inline auto sum_lanes(V v, Index lane) {
+    for (int step = sizeof(V) / sizeof(v[0]) / 2; step > 0; step /= 2) {
+        v = v + __builtin_shuffle(v, lane ^ step);
     }
-    return lanes[0];
+    return v[0];
 }
-inline float sum(Vec v) { return sum_lanes<float>(v); }
-inline double sum(DoubleVec v) { return sum_lanes<double>(v); }
+inline float sum(Vec v) {
+    constexpr IVec kLanes = {LOW_LANES, HIGH_LANES};
+    return sum_lanes(v, kLanes);
+}
+inline double sum(DoubleHalf v) {
+    typedef int64_t Index __attribute__((vector_size(4 * SIMD_WIDTH)));
+    constexpr Index kLanes = {LOW_LANES};
+    return sum_lanes(v, kLanes);
+}
+inline double sum(DoubleVec v) { return sum(v.low + v.high); }
 
 inline Vec magnitude(Vec x) { return bits<Vec>(bits<IVec>(x) & isplat(0x7fffffff)); }
 
