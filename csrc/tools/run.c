@@ -12,35 +12,43 @@
 
 #include "deltallama.h"
 
-static const char *const usage = "usage: deltallama-run MODEL [-n N] [-t THREADS] [--ctx N] [--memory] ID ID ...\n";
+static const char* const usage = "usage: deltallama-run MODEL [-n N] [-t THREADS] [--ctx N] [--memory] ID ID ...\n";
 
 struct tokens {
-    int32_t *ids;
+    int32_t* ids;
     size_t n, capacity;
 };
 
-static int fail(const char *what, const char *why) {
+static int fail(const char* what, const char* why) {
     fprintf(stderr, "deltallama-run: %s: %s\n", what, why);
     return 0;
 }
 
 /* A whole number in min..max. */
-static int parse(const char *text, long min, long max, long *value) {
-    char *end;
+static int parse(const char* text, long min, long max, long* value) {
+    char* end;
     errno = 0;
     *value = strtol(text, &end, 10);
-    if (end == text || *end != '\0') return fail(text, "not a whole number");
-    if (errno == ERANGE || *value < min || *value > max) return fail(text, "out of range");
+    if (end == text || *end != '\0') {
+        return fail(text, "not a whole number");
+    }
+    if (errno == ERANGE || *value < min || *value > max) {
+        return fail(text, "out of range");
+    }
     return 1;
 }
 
-static int push(struct tokens *list, const char *text) {
+static int push(struct tokens* list, const char* text) {
     long id;
-    if (!parse(text, 0, INT32_MAX, &id)) return 0;
+    if (!parse(text, 0, INT32_MAX, &id)) {
+        return 0;
+    }
     if (list->n == list->capacity) {
         const size_t capacity = list->capacity == 0 ? 64 : 2 * list->capacity;
-        int32_t *ids = realloc(list->ids, capacity * sizeof *ids);
-        if (ids == NULL) return fail("token ids", "out of memory");
+        int32_t* ids = realloc(list->ids, capacity * sizeof *ids);
+        if (ids == NULL) {
+            return fail("token ids", "out of memory");
+        }
         list->ids = ids;
         list->capacity = capacity;
     }
@@ -48,35 +56,41 @@ static int push(struct tokens *list, const char *text) {
     return 1;
 }
 
-static int read_ids(struct tokens *list) {
+static int read_ids(struct tokens* list) {
     char word[32];
     int n;
     while ((n = scanf("%31s", word)) == 1) {
-        if (!push(list, word)) return 0;
+        if (!push(list, word)) {
+            return 0;
+        }
     }
     return ferror(stdin) ? fail("standard input", "cannot be read") : 1;
 }
 
 /* Anonymous resident bytes of this process; 0 if the system does not say. */
 static unsigned long long anonymous_bytes(void) {
-    FILE *status = fopen("/proc/self/status", "r");
+    FILE* status = fopen("/proc/self/status", "r");
     char line[256];
     unsigned long long kib = 0;
-    if (status == NULL) return 0;
+    if (status == NULL) {
+        return 0;
+    }
     while (fgets(line, sizeof line, status) != NULL && sscanf(line, "RssAnon: %llu", &kib) != 1) {
     }
     fclose(status);
     return kib * 1024;
 }
 
-static int check(delta_status status, const char *what) {
-    if (status == DELTA_OK) return 1;
+static int check(delta_status status, const char* what) {
+    if (status == DELTA_OK) {
+        return 1;
+    }
     fprintf(stderr, "deltallama-run: %s: %s: %s\n", what, delta_status_name(status), delta_last_error());
     return 0;
 }
 
-static int generate(delta_model *model, const struct tokens *prompt, long n) {
-    delta_session *session = NULL;
+static int generate(delta_model* model, const struct tokens* prompt, long n) {
+    delta_session* session = NULL;
     delta_sampling_params greedy;
     int ok;
     delta_sampling_params_init(&greedy);
@@ -86,26 +100,33 @@ static int generate(delta_model *model, const struct tokens *prompt, long n) {
     while (ok && n-- > 0) {
         int32_t token = 0;
         ok = check(delta_session_sample(session, &greedy, &token), "sampling");
-        if (!ok || delta_model_is_stop(model, token)) break;
+        if (!ok || delta_model_is_stop(model, token)) {
+            break;
+        }
         printf("%ld\n", (long)token);
         fflush(stdout);
-        if (n > 0) ok = check(delta_session_eval(session, &token, 1, DELTA_LOGITS_LAST), "generation");
+        if (n > 0) {
+            ok = check(delta_session_eval(session, &token, 1, DELTA_LOGITS_LAST), "generation");
+        }
     }
     return check(delta_session_free(session), "session") && ok;
 }
 
-int main(int argc, char **argv) {
-    const char *path = NULL;
+int main(int argc, char** argv) {
+    const char* path = NULL;
     long n = 16, threads = 0, ctx = 0;
     int memory = 0, ok = 1, i;
     struct tokens prompt = {NULL, 0, 0};
     delta_model_params params;
     delta_model_info info;
     delta_memory plan;
-    delta_model *model = NULL;
+    delta_model* model = NULL;
 
     for (i = 1; i < argc && ok; ++i) {
-        long *option = strcmp(argv[i], "-n") == 0 ? &n : strcmp(argv[i], "-t") == 0 ? &threads : strcmp(argv[i], "--ctx") == 0 ? &ctx : NULL;
+        long* option = strcmp(argv[i], "-n") == 0      ? &n
+                       : strcmp(argv[i], "-t") == 0    ? &threads
+                       : strcmp(argv[i], "--ctx") == 0 ? &ctx
+                                                       : NULL;
         if (option != NULL) {
             ok = i + 1 < argc ? parse(argv[i + 1], 0, INT32_MAX, option) : fail(argv[i], "needs a number");
             ++i;
@@ -126,7 +147,9 @@ int main(int argc, char **argv) {
         fputs(usage, stderr);
         ok = 0;
     }
-    if (ok && prompt.n == 0) ok = read_ids(&prompt);
+    if (ok && prompt.n == 0) {
+        ok = read_ids(&prompt);
+    }
 
     if (ok) {
         delta_model_params_init(&params);
