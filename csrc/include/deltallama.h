@@ -241,11 +241,12 @@ delta_status delta_session_create(delta_model *model, delta_session **session);
 /* Returns the slot. Null is allowed; DELTA_BUSY while the session computes. */
 delta_status delta_session_free(delta_session *session);
 /* Makes the timeline equal to `tokens` (at least one), reusing what is valid: the common prefix with the present timeline, back to
- * the newest checkpoint in it. The logits of the last token are available afterwards. `result` may be null. On failure or
- * cancellation the timeline is a prefix of `tokens`, possibly empty. */
+ * the newest checkpoint in it. The logits of the last token are available afterwards. `result` may be null. Refused arguments
+ * (ARG, CONTEXT_FULL) change nothing; on another failure or cancellation the timeline is a prefix of `tokens`, possibly empty. */
 delta_status delta_session_sync(delta_session *session, const int32_t *tokens, size_t n_tokens, delta_progress_fn progress,
                                 void *user, delta_sync_result *result);
-/* Appends tokens and computes; keeps logits as asked. */
+/* Appends tokens and computes; keeps logits as asked. On failure or cancellation the steps that were complete remain. DELTA_STATE
+ * after a step has failed (NUMERIC, DEVICE), until a sync or truncate has gone back behind it. */
 delta_status delta_session_eval(delta_session *session, const int32_t *tokens, size_t n_tokens, delta_logits_mode logits);
 /* The same for several sessions of one model, computed together. */
 delta_status delta_eval_batch(delta_model *model, const delta_batch_item *items, size_t n_items);
