@@ -100,7 +100,8 @@ def compare(model: Path, texts: Sequence[Text], peer: bool, seed: int) -> dict[s
                 index = draw.randrange(len(expected))
                 found = other.distribution(text.ids[: text.first + index + 1], expected.shape[1])
                 if found is not None:
-                    row = np.array([[found.get(token, -100.0) for token in range(expected.shape[1])]])
+                    # Its float32 probabilities do not quite add up to one.
+                    row = log_softmax(np.array([[found.get(token, -100.0) for token in range(expected.shape[1])]]))
                     rows["llama.cpp"].add(expected[index : index + 1], row)
     return rows
 
