@@ -15,11 +15,15 @@ namespace {
 constexpr int kWidth = SIMD_WIDTH;
 
 typedef float Vec __attribute__((vector_size(4 * SIMD_WIDTH)));
+typedef int32_t IVec __attribute__((vector_size(4 * SIMD_WIDTH)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * SIMD_WIDTH)));  // float16 or bfloat16
+typedef int8_t ByteVec __attribute__((vector_size(SIMD_WIDTH)));
+// As many float64 lanes take two vectors of the same size; FloatHalf are the float32 lanes of one of them.
 typedef double DoubleHalf __attribute__((vector_size(4 * SIMD_WIDTH)));
 typedef float FloatHalf __attribute__((vector_size(2 * SIMD_WIDTH)));
-typedef int32_t IVec __attribute__((vector_size(4 * SIMD_WIDTH)));
-typedef uint16_t HalfVec __attribute__((vector_size(2 * SIMD_WIDTH)));
-typedef int8_t ByteVec __attribute__((vector_size(SIMD_WIDTH)));
+struct DoubleVec {
+    DoubleHalf low, high;
+};
 
 // Reinterprets bits.
 template <class To, class From>
@@ -31,7 +35,6 @@ inline To bits(From x) {
 }
 
 inline Vec splat(float x) { return x - Vec{}; }
-inline IVec isplat(int32_t x) { return x - IVec{}; }
 
 template <class V = Vec>
 inline V load(const void* p) {
@@ -69,10 +72,6 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// As many float64 lanes, in two vectors of the same size.
-struct DoubleVec {
-    DoubleHalf low, high;
-};
 inline DoubleVec operator+(DoubleVec a, DoubleVec b) { return {a.low + b.low, a.high + b.high}; }
 inline DoubleVec operator*(DoubleVec a, DoubleVec b) { return {a.low * b.low, a.high * b.high}; }
 inline DoubleVec operator/(DoubleVec a, DoubleVec b) { return {a.low / b.low, a.high / b.high}; }
@@ -114,26 +113,34 @@ inline DoubleHalf fma(DoubleHalf a, DoubleHalf b, DoubleHalf c) {
 }
 inline DoubleVec fma(DoubleVec a, DoubleVec b, DoubleVec c) { return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)}; }
 
-// Lane 0 of v + v shifted down by a half, a quarter, ... : halves added pairwise, always in this order.
-template <class V, class Index>
-inline auto sum_lanes(V v, Index lane) {
-    for (int step = sizeof(V) / sizeof(v[0]) / 2; step > 0; step /= 2) {
-        v = v + __builtin_shuffle(v, lane ^ step);
+// Halves added pairwise, always in this order.
+template <class V>
+inline auto sum_lanes(V v) {
+    constexpr int kLanes = sizeof(V) / sizeof(v[0]);
+    static_assert(kLanes == 2 || kLanes == 4 || kLanes == 8);
+    if constexpr (kLanes == 2) {
+        return v[0] + v[1];
+    } else if constexpr (kLanes == 4) {
+        return (v[0] + v[2]) + (v[1] + v[3]);
+    } else {
+        return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
     }
-    return v[0];
 }
 inline float sum(Vec v) {
-    constexpr IVec kLanes = {LOW_LANES, HIGH_LANES};
-    return sum_lanes(v, kLanes);
+    return sum_lanes(__builtin_shufflevector(v, v, LOW_LANES) + __builtin_shufflevector(v, v, HIGH_LANES));
 }
-inline double sum(DoubleHalf v) {
-    typedef int64_t Index __attribute__((vector_size(4 * SIMD_WIDTH)));
-    constexpr Index kLanes = {LOW_LANES};
-    return sum_lanes(v, kLanes);
-}
-inline double sum(DoubleVec v) { return sum(v.low + v.high); }
+inline double sum(DoubleHalf v) { return sum_lanes(v); }
+inline double sum(DoubleVec v) { return sum_lanes(v.low + v.high); }
 
-inline Vec magnitude(Vec x) { return bits<Vec>(bits<IVec>(x) & isplat(0x7fffffff)); }
+inline float max_lane(Vec v) {
+    float most = v[0];
+    for (int i = 1; i < kWidth; ++i) {
+        most = v[i] > most ? v[i] : most;
+    }
+    return most;
+}
+
+inline Vec magnitude(Vec x) { return bits<Vec>(bits<IVec>(x) & INT32_MAX); }
 
 inline float half_to_float(uint16_t h) {
 #if defined(__F16C__)
@@ -166,7 +173,7 @@ inline IVec round_to_int(Vec x) {
     return bits<IVec>(shifted) - bits<IVec>(splat(0x1.8p23F));
 }
 
-// e^x within 2 ulp, 0 and infinity at the ends, NaN for NaN.
+// e^x within 1 ulp, 0 and infinity at the ends, NaN for NaN.
 inline Vec exp(Vec x) {
     // Comparisons are written so that NaN passes through.
     x = x > 89.0F ? splat(89.0F) : x;
@@ -187,8 +194,7 @@ inline Vec exp(Vec x) {
     return p * bits<Vec>((half + 127) << 23) * bits<Vec>((ni - half + 127) << 23);
 }
 
-// The functions below return float64, so that what a kernel makes of them is rounded once. Their own error is that of the
-// exponential, half a unit of float32 or less.
+// These two return float64, so that what a kernel makes of them is rounded once; their own error is that of the exponential.
 
 // 1 / (1 + e^-x), and for negative x e^x / (1 + e^x), which stays exact to the smallest results.
 inline DoubleVec sigmoid(Vec x) {
