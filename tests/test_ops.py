@@ -200,8 +200,10 @@ def test_d1_d2_d4_kda_scan_at_any_split(
             sequences=[Sequence(0, 0, n, position)],
         )
         expected, expected_state = scan_reference(inputs, heads, dim, expected_state)
-        assert nmse(out, expected) < 1e-11
-        assert nmse(state.scan(0), expected_state) < 1e-11
+        # What one token writes: a single output of a few channels may be what is left when two such cancel.
+        written = np.abs(inputs[2].astype(np.float64)).mean() * dim**-0.5
+        for found, right in ((out, expected), (state.scan(0), expected_state)):
+            assert np.mean((found - right) ** 2) < 1e-11 * np.mean((np.abs(right) + written) ** 2)
         position += n
     assert np.array_equal(state.recurrent[:, : 9 * heads * dim], conv)
 
