@@ -1,7 +1,7 @@
 // The table of CPU kernels. Everything that is compiled per instruction set is reached through it, and only through it.
 //
 // Included by the ISA files, which may include nothing of the engine but this and simd.h: a shared inline function would be compiled
-// once per ISA, and the linker could keep the copy that the running processor cannot execute.
+// once per ISA, and the linker could keep the copy that the running processor cannot execute. Functions here are static.
 #pragma once
 
 #include <stddef.h>
@@ -18,7 +18,7 @@ enum CpuType { kF32, kF16, kBF16, kQ8_0, kMXFP4, kCpuTypes };
 //   kInputI16   n int16, then n / 32 float scales: value = scales[i / 32] * q[i]
 //   kInputI8    n int8, then the scales
 enum CpuInput { kInputF32, kInputExact, kInputI16, kInputI8, kCpuInputs };
-constexpr bool rounds_input(CpuInput kind) { return kind >= kInputI16; }
+static constexpr bool rounds_input(CpuInput kind) { return kind >= kInputI16; }
 
 constexpr int32_t kInputBlock = 32;   // values that share a scale
 constexpr int32_t kMaxDotRows = 16;   // inputs per call of a DotFn
@@ -54,8 +54,8 @@ struct KdaCall {
 
 // Widest vectors are 16 lanes, so that one padding serves every ISA.
 constexpr int32_t kPad = 16;
-constexpr int32_t pad_to_lanes(int32_t n) { return (n + kPad - 1) / kPad * kPad; }
-constexpr int64_t kda_scratch_floats(int32_t d, int32_t n_v) {
+static constexpr int32_t pad_to_lanes(int32_t n) { return (n + kPad - 1) / kPad * kPad; }
+static constexpr int64_t kda_scratch_floats(int32_t d, int32_t n_v) {
     return int64_t{kKdaChunk} * (3 * pad_to_lanes(d) + 2 * pad_to_lanes(n_v)) + pad_to_lanes(d) + 2 * kKdaChunk * kKdaChunk;
 }
 
