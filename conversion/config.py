@@ -46,7 +46,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
     """`read_json` for bytes in memory; `what` names them in messages."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{what} is not valid JSON: {error}") from None
     if not isinstance(value, dict):

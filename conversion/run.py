@@ -67,7 +67,8 @@ def convert(
         described = Metadata(folder, converter.architecture, (), overrides, model_name)
         plan = _plan(converter, described, file_type)
         vocabulary.add_fields(plan)
-        return _finish(plan, _target(folder, outfile, described.file_name(None), file_type), force, dry_run, progress)
+        path = _target(folder, outfile, described.file_name(None), file_type)
+        return _finish(plan, path, folder, force, dry_run, progress)
     with Checkpoint(folder) as checkpoint:
         wanted, file_type = OUTTYPES[converter.auto_outtype(checkpoint) if outtype == AUTO else outtype]
         types = Types(wanted)
@@ -83,7 +84,7 @@ def convert(
             plan.add_tensor(tensor)
             log.debug("%s: %s, ne %s", tensor.name, tensor.type.name, tensor.ne)
         name = described.file_name(_type_name(file_type))
-        return _finish(plan, _target(folder, outfile, name, file_type), force, dry_run, progress)
+        return _finish(plan, _target(folder, outfile, name, file_type), folder, force, dry_run, progress)
 
 
 def _plan(converter: Converter, described: Metadata, file_type: LlamaFileType) -> Plan:
@@ -103,10 +104,12 @@ def _target(folder: Path, outfile: str | Path | None, default_name: str, file_ty
     return path.with_name(fill_template(path.name, _type_name(file_type)))
 
 
-def _finish(plan: Plan, path: Path, force: bool, dry_run: bool, progress: Progress | None) -> Path:
+def _finish(plan: Plan, path: Path, folder: Path, force: bool, dry_run: bool, progress: Progress | None) -> Path:
     size = len(plan.header()) + plan.data_bytes
     log.info("%s: %d keys, %d tensors, %d bytes", path, len(plan.fields), len(plan.tensors), size)
     check_target(path, force)
+    if path.exists() and any(path.samefile(file) for file in folder.iterdir() if file.suffix != ".gguf"):
+        raise ConversionError(f"{path} is part of the model that is being converted")
     if not dry_run:
         plan.write(path, force=force, progress=progress)
     return path

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from . import bench, build_info, default_options
+from . import __version__, bench, build_info, default_options
 from .errors import DeltaError
 from .handles import devices, plan
 from .model import Llama
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["convert"]:  # has a parser of its own, shared with convert_hf_to_gguf.py
             from conversion import cli_main
 
-            return int(cli_main(arguments[1:]))
+            return int(cli_main(arguments[1:], prog="deltallama convert"))
         options = _parser().parse_args(arguments)
         command: Callable[[argparse.Namespace], None] = options.command
         command(options)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="deltallama", description="Convert and run Kimi-Linear and Kimi-K3 models.")
-    parser.add_argument("--version", action="version", version=build_info())
+    parser.add_argument("--version", action="version", version=f"deltallama {__version__}; {build_info()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("convert", help="convert a Hugging Face checkpoint to GGUF (see: deltallama convert --help)")
 

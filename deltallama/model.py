@@ -15,7 +15,7 @@ from gguf_ext import GGUFError, GGUFReader
 
 from ._ffi import call, ffi, lib, new_struct, struct_values
 from .chat import get_format
-from .chat.messages import Channel, Message
+from .chat.messages import Channel, Message, check_complete
 from .errors import ArgumentError, CancelledError, ContextFullError, FormatError, StateError
 from .handles import Handles, Params, Progress, ProgressCallback, choice, native_ids, native_path
 from .results import Completion, Delta, FinishReason, Reply, Stream, Usage, drain
@@ -210,9 +210,10 @@ class Llama:
 
         Raises:
             ArgumentError, ContextFullError, CancelledError: as `generate`.
-            UnsupportedError: the model has no chat format.
+            UnsupportedError: the model has no chat format, or a message has an image.
         """
         chat_format = self._chat_format()
+        check_complete(messages)
         segments = chat_format.segments(messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort)
         tokens = self.tokenizer.encode_segments(segments)
         run = _Run(self, tokens, max_tokens, Sampler(sampling, self.seed), progress)

@@ -20,6 +20,7 @@ from deltallama import (
     FormatError,
     Llama,
     StateError,
+    UnsupportedError,
 )
 from deltallama.streaming import TextStream
 
@@ -212,6 +213,15 @@ def scripted(llm: Llama, monkeypatch: pytest.MonkeyPatch, reply: str) -> None:
 USER = [{"role": "user", "content": "Hi"}]
 CLOSERS = "<|close|>response<|sep|><|close|>message<|sep|>"
 REPLY = "They greet é.<|close|>think<|sep|><|open|>response<|sep|>Hello! 你好." + CLOSERS
+
+
+def test_what_a_prompt_would_leave_out_is_refused(llm: Llama) -> None:
+    """A dropped message or image would have the model answer something else."""
+    with pytest.raises(ArgumentError, match="message 1: role 'developer'"):
+        llm.chat([{"role": "user", "content": "Hi"}, {"role": "developer", "content": "Be brief."}], max_tokens=1)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(UnsupportedError, match="message 0 has an image"):
+        llm.chat([{"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}], max_tokens=1)
 
 
 def test_chat_splits_reasoning_and_content(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:

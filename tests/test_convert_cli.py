@@ -142,3 +142,31 @@ def test_progress_only_on_a_terminal(tiny_checkpoint: Callable[..., Path], tmp_p
     assert process.returncode == 0
     assert b"\r" in seen and b"100 %" in seen and b"MB/s" in seen
     assert seen.rstrip().endswith(b"x.gguf")
+
+
+@pytest.mark.parametrize("part", ["model.safetensors.index.json", "config.json", "tiktoken.model"])
+def test_force_never_replaces_a_part_of_the_model(tmp_path: Path, part: str) -> None:
+    """Neither by its own name nor through a link from elsewhere."""
+    folder = tiny.write_checkpoint(tmp_path / "model")
+    before = (folder / part).read_bytes()
+    (tmp_path / "link.gguf").hardlink_to(folder / part)
+    for target in (folder / part, tmp_path / "link.gguf"):
+        with pytest.raises(conversion.ConversionError, match="part of the model"):
+            conversion.convert(folder, outfile=target, force=True)
+    assert (folder / part).read_bytes() == before
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_config_in_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
+    folder = tiny.write_checkpoint(tmp_path / "model")
+    config = folder / "config.json"
+    config.write_bytes(config.read_text("utf-8").encode(encoding))
+    with pytest.raises(conversion.ConversionError, match=r"config\.json is not valid JSON"):
+        conversion.convert(folder, outfile=tmp_path / "x.gguf")
+
+
+def test_a_bottomless_model_card_is_an_error_in_words(tmp_path: Path) -> None:
+    folder = tiny.write_checkpoint(tmp_path / "model")
+    (folder / "README.md").write_text("---\na: " + "[" * 5000 + "\n---\n")
+    with pytest.raises(ValueError, match=r"README\.md: the front matter"):
+        conversion.convert(folder, outfile=tmp_path / "x.gguf")

@@ -147,6 +147,23 @@ def test_existing_output_needs_force(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x.gguf"]
 
 
+def test_a_pipe_or_device_is_never_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.gguf")
+    with pytest.raises(GGUFError, match="not a regular file"):
+        one_tensor_plan(never).write(tmp_path / "x.gguf", force=True)
+    assert (tmp_path / "x.gguf").is_fifo()
+
+
+def test_a_run_killed_while_it_published_is_no_obstacle(tmp_path: Path) -> None:
+    """The finished file under both names: the next run takes the partial name away and writes."""
+    path = tmp_path / "x.gguf"
+    path.write_text("finished")
+    (tmp_path / "x.gguf.partial").hardlink_to(path)
+    one_tensor_plan(lambda: [bytes(256)]).write(path, force=True)
+    GGUFReader(path).close()
+    assert names(tmp_path) == ["x.gguf"]
+
+
 def test_failure_with_force_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_text("precious")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import struct
 from collections.abc import Callable
@@ -132,6 +133,11 @@ def test_a_save_that_fails_leaves_nothing(k3_mini: Path, saved: tuple[Path, list
         session.sync([1, 2, 3])
         with Fails("IO", "No such file or directory"):
             session.save(tmp_path / "absent" / "file")
+        os.mkfifo(tmp_path / "pipe")
+        with Fails("ARG", "not a regular file"):
+            session.save(tmp_path / "pipe")
+        assert (tmp_path / "pipe").is_fifo()
+        (tmp_path / "pipe").unlink()
         (tmp_path / "folder").mkdir()
         with Fails("IO", "Is a directory"):
             session.save(tmp_path / "folder")

@@ -79,6 +79,12 @@ class Output {
    public:
     explicit Output(const std::string& target) : target_(target) {
         static std::atomic<uint32_t> counter{0};
+        // Replacing a device or a pipe would destroy it; a link is replaced itself, never what it points to.
+        struct stat old {};
+        if (::lstat(target.c_str(), &old) == 0 && !S_ISREG(old.st_mode) && !S_ISLNK(old.st_mode) &&
+            !S_ISDIR(old.st_mode)) {
+            throw Error(DELTA_ARG, format("%s exists and is not a regular file", target.c_str()));
+        }
         do {
             path_ = format("%s.partial-%ld-%u", target.c_str(), static_cast<long>(getpid()), counter++);
             fd_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);

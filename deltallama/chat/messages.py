@@ -31,6 +31,23 @@ def check_messages(messages: object) -> Sequence[Message]:
     return messages
 
 
+ROLES = ("user", "system", "assistant", "tool")
+
+
+def check_complete(messages: Sequence[Message]) -> None:
+    """Refuse what a chat format would leave out of the prompt, where an answer would then be to something else.
+
+    Raises:
+        ArgumentError: a role that the formats drop; names the message.
+        UnsupportedError: an image.
+    """
+    for number, message in enumerate(check_messages(messages)):
+        if message["role"] not in ROLES:
+            raise ArgumentError(f"message {number}: role {message['role']!r}, expected one of {', '.join(ROLES)}")
+        if any(is_image(part) for part in content_parts(message.get("content"), number)):
+            raise UnsupportedError(f"message {number} has an image; images are not supported yet")
+
+
 def content_parts(content: object, number: int = 0) -> Iterator[Mapping[str, Any]]:
     """The parts of a message's content: text as a text part, null as none.
 

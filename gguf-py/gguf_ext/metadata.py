@@ -45,7 +45,7 @@ class Metadata:
         counts = _parameter_counts(tensors)
         try:
             self.values = gguf.Metadata.load(overrides, folder, model_name, counts[0])
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise GGUFError(f"{folder / MODEL_CARD}: the front matter is not valid YAML: {error}") from None
         except UnicodeDecodeError as error:
             raise GGUFError(f"{folder / MODEL_CARD} is not UTF-8: {error.reason}") from None

@@ -199,7 +199,7 @@ class _Sink:
 
 
 def check_target(path: Path, force: bool) -> None:
-    """Refuse an output that exists (unless `force`), that is a folder, or whose folder does not exist.
+    """Refuse an output that exists (unless `force`), that is no regular file, or whose folder does not exist.
 
     Raises:
         GGUFError: names the path.
@@ -208,7 +208,12 @@ def check_target(path: Path, force: bool) -> None:
         raise GGUFError(f"{path} is a folder, expected the name of a file")
     if not path.parent.is_dir():
         raise GGUFError(f"{path}: the folder {path.parent} does not exist")
-    if os.path.lexists(path) and not force:  # a dangling link counts: writing would follow or replace it
+    if not os.path.lexists(path):
+        return
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):  # replacing a device or a pipe would destroy it
+        raise GGUFError(f"{path} exists and is not a regular file")
+    if not force:  # a dangling link counts: writing would follow or replace it
         raise GGUFError(f"{path} already exists; it is replaced only with --force")
 
 
@@ -236,6 +241,9 @@ def _locked_partial(partial: Path) -> Iterator[int]:
             except BlockingIOError:
                 raise GGUFError(f"{partial}: another process is writing this file") from None
             opened = os.fstat(handle)
+            if opened.st_nlink > 1 and _is_published(partial):
+                partial.unlink()  # a run was killed after it had published this file and before it took the name away
+                continue
             if not stat.S_ISREG(opened.st_mode) or opened.st_nlink > 1:
                 raise GGUFError(f"{partial} is in the way: not a regular file of its own")
             try:
@@ -249,6 +257,13 @@ def _locked_partial(partial: Path) -> Iterator[int]:
             return
         finally:
             os.close(handle)
+
+
+def _is_published(partial: Path) -> bool:
+    """Whether the partial file is another name of the finished one."""
+    with contextlib.suppress(FileNotFoundError):
+        return partial.samefile(partial.with_suffix(""))
+    return False
 
 
 def _publish(partial: Path, path: Path, force: bool) -> None:
