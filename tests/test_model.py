@@ -62,25 +62,51 @@ PRESETS = [
 @pytest.mark.parametrize("device", ["ref", "cpu"])
 @pytest.mark.parametrize("preset,n", PRESETS)
 def test_logits_equal_the_reference(
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], device: str, preset: str, n: int
+) -> None:
+    """Every position of a fixed text, but those after a router decision that rounding may turn (at most 1 %)."""
+    folder = tiny_checkpoint(preset)
+    model = ref.Model.from_checkpoint(folder)
+    tokens = np.random.default_rng(1).integers(0, model.embedding.shape[0], n).tolist()
+    trace: dict[str, np.ndarray] = {}
+    expected = model.forward(tokens, trace=trace)
+    assert np.mean(trace["router_gaps"] < ROUTER_GAP) <= 0.01
+    with Engine(gguf(folder), device=device, n_ctx=n, n_batch=32) as engine:
+        errors = nmse_rows(engine.logits(tokens), expected)
+    assert errors.max() < EXACT, f"worst {errors.max():.2e}"
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("preset", ["k3", "kl", "k3-odd", "kl-odd"])
+def test_fresh_texts_are_as_exact_as_float32_allows(
     tiny_checkpoint: Callable[..., Path],
     gguf: Callable[..., Path],
     rng: np.random.Generator,
     device: str,
     preset: str,
-    n: int,
 ) -> None:
-    """Every position, but those after a router decision that rounding may turn."""
+    """A random text may have a position where the model magnifies any rounding of the values between its ops; how much
+    is measured on the reference itself. Elsewhere the bound is the usual one.
+    """
     folder = tiny_checkpoint(preset)
     model = ref.Model.from_checkpoint(folder)
-    tokens = rng.integers(0, model.embedding.shape[0], n).tolist()
+    tokens = rng.integers(0, model.embedding.shape[0], 40).tolist()
     trace: dict[str, np.ndarray] = {}
     expected = model.forward(tokens, trace=trace)
     close = np.flatnonzero(trace["router_gaps"] < ROUTER_GAP)
-    n_kept = int(close[0]) if len(close) else n
-    with Engine(gguf(folder), device=device, n_ctx=n, n_batch=32) as engine:
+    n = int(close[0]) if len(close) else len(tokens)
+    with Engine(gguf(folder), device=device, n_ctx=40, n_batch=32) as engine:
         errors = nmse_rows(engine.logits(tokens), expected)
-    assert n_kept > 0 or n <= 3, "the first position already has a close decision of a router"
-    assert errors[:n_kept].max(initial=0) < EXACT, f"worst {errors[:n_kept].max():.2e}; {n - n_kept} of {n} left out"
+    assert np.all(errors[:n] < np.maximum(EXACT, amplified_rounding(model, tokens, expected, rng)[:n]))
+
+
+def amplified_rounding(
+    model: ref.Model, tokens: list[int], expected: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """[n]: what one float32 rounding of the embedding does to the logits of a position, times the number of such
+    roundings: about twenty ops of every layer round, not the embedding alone. Changes the model's embedding."""
+    model.embedding = model.embedding * (1 + 2.0**-24 * rng.standard_normal(model.embedding.shape))
+    return 20 * len(model.layers) * nmse_rows(model.forward(tokens), expected)
 
 
 @pytest.mark.parametrize("preset", ["k3", "kl", "k3-odd", "kl-odd"])
@@ -203,24 +229,20 @@ def test_d11_each_layer_of_a_deep_model(
         h = seen[f"blk.{i}.attn_norm"][0].astype(np.float64)
         whole: Any = [(slice(0, len(tokens)), layer.attn.new_state())]
         attn = nmse_rows(seen[f"blk.{i}.attn_output"][0], layer.attn.forward(h, whole)).max()
-        assert attn < 1e-11, f"layer {i} attention: {attn:.2e}"
+        assert attn < EXACT, f"layer {i} attention: {attn:.2e}"
         h = seen[f"blk.{i}.ffn_norm"][0].astype(np.float64)
         if isinstance(layer.ffn, ref.DenseFfn):
             found, expected = seen[f"blk.{i}.ffn_down"][0], layer.ffn.forward(h)
-            assert nmse_rows(found, expected).max() < 1e-11, f"layer {i} feed-forward"
+            assert nmse_rows(found, expected).max() < EXACT, f"layer {i} feed-forward"
         else:
             # The last two additions of a layer: the shared experts' and the residual's.
             found, (expected, gap) = seen[f"blk.{i}.add"][-2], layer.ffn.forward(h)
             safe = gap > ROUTER_GAP
             worst = nmse_rows(found[safe], expected[safe]).max(initial=0)
-            assert worst < 1e-11, f"layer {i} experts: {worst:.2e}"
+            assert worst < EXACT, f"layer {i} experts: {worst:.2e}"
 
     expected = model.forward(tokens)
-    rounding = 1 + 2.0**-24 * rng.standard_normal(model.embedding.shape)
-    model.embedding = model.embedding * rounding
-    amplified = nmse_rows(model.forward(tokens), expected)
-    # Every op of every layer rounds, not the embedding alone.
-    assert np.all(nmse_rows(logits, expected) < np.maximum(EXACT, 20 * n_layers * amplified))
+    assert np.all(nmse_rows(logits, expected) < np.maximum(EXACT, amplified_rounding(model, tokens, expected, rng)))
 
 
 def layers(n: int) -> dict[str, Any]:
