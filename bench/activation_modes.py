@@ -5,9 +5,9 @@
 
 With a held-out file: every position of the greedy replies to `n` prompts. With `--tiny`: random models of both
 architectures as `q8_0`, on random tokens, whose routers choose all experts, so that no choice of an expert can
-flip. All modes read the same file and keep their latents in F32. With `--peer` (`pip install '.[peer]'`) one
-position of each text is also asked of an independent llama.cpp, which rounds its inputs to 8 bits, and compared
-there with our exact mode.
+flip. All modes read the same file and keep their latents in F32. With `--peer` (`pip install '.[peer]'`) an
+independent llama.cpp, which rounds its inputs to 8 bits, is compared with our exact mode too, and all modes at the
+few positions of each text that it is asked about.
 
 Prints a Markdown table; KL is in nats, exact against rounded.
 """
@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from peer import Peer, PeerError
@@ -31,6 +32,7 @@ from deltallama import DeltaError, Llama
 
 MODES = ("fine", "fast")
 MAX_NEW = 96
+PEER_POSITIONS = 5  # of each text; the peer reads the text anew for each
 
 
 @dataclass
@@ -85,24 +87,28 @@ def reply_texts(model: Path, held_out: Path, n: int, seed: int) -> list[Text]:
 
 def compare(model: Path, texts: Sequence[Text], peer: bool, seed: int) -> dict[str, Row]:
     rows = {name: Row() for name in MODES}
-    options = {"n_ctx": max(len(text.ids) for text in texts) + 1, "cache_type": "f32"}
+    options: dict[str, Any] = {"n_ctx": max(len(text.ids) for text in texts) + 1, "cache_type": "f32"}
     with Llama(model, activations="exact", **options) as llm:
         exact = [distributions(llm, text) for text in texts]
-    for mode in MODES:
-        with Llama(model, activations=mode, **options) as llm:
-            for text, expected in zip(texts, exact, strict=True):
-                rows[mode].add(expected, distributions(llm, text))
+    positions = [list(range(len(expected))) for expected in exact]
     if peer:
         rows["llama.cpp"] = Row()
         draw = random.Random(seed)
         with Peer(model, n_ctx=options["n_ctx"]) as other:
-            for text, expected in zip(texts, exact, strict=True):
-                index = draw.randrange(len(expected))
-                found = other.distribution(text.ids[: text.first + index + 1], expected.shape[1])
-                if found is not None:
-                    # Its float32 probabilities do not quite add up to one.
-                    row = log_softmax(np.array([[found.get(token, -100.0) for token in range(expected.shape[1])]]))
-                    rows["llama.cpp"].add(expected[index : index + 1], row)
+            for number, (text, expected) in enumerate(zip(texts, exact, strict=True)):
+                told = []
+                for index in sorted(draw.sample(positions[number], min(PEER_POSITIONS, len(expected)))):
+                    found = other.distribution(text.ids[: text.first + index + 1], expected.shape[1])
+                    if found is not None:
+                        # Its float32 probabilities do not quite add up to one.
+                        row = log_softmax(np.array([[found.get(token, -100.0) for token in range(expected.shape[1])]]))
+                        rows["llama.cpp"].add(expected[index : index + 1], row)
+                        told.append(index)
+                positions[number] = told
+    for mode in MODES:
+        with Llama(model, activations=mode, **options) as llm:
+            for text, expected, chosen in zip(texts, exact, positions, strict=True):
+                rows[mode].add(expected[chosen], distributions(llm, text)[chosen])
     return rows
 
 

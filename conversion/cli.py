@@ -94,8 +94,7 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     if arguments.dry_run:
         print(path)
     else:
-        log_line = f"written: {path}"
-        print(log_line, file=sys.stderr)
+        print(f"written: {path}", file=sys.stderr)
     return 0
 
 

@@ -170,3 +170,13 @@ def test_a_bottomless_model_card_is_an_error_in_words(tmp_path: Path) -> None:
     (folder / "README.md").write_text("---\na: " + "[" * 5000 + "\n---\n")
     with pytest.raises(ValueError, match=r"README\.md: the front matter"):
         conversion.convert(folder, outfile=tmp_path / "x.gguf")
+
+
+def test_dump_into_a_closed_pipe_is_silent(tmp_path: Path) -> None:
+    path = conversion.convert(tiny.write_checkpoint(tmp_path / "model"), outfile=tmp_path / "x.gguf")
+    run = subprocess.Popen(
+        [sys.executable, "-m", "gguf_ext.dump", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()
+    assert (run.stderr.read(), run.wait()) == (b"", 0)

@@ -111,6 +111,7 @@ Hparams read_hparams(const GgufSet& file, const std::string& architecture) {
 
     h.d_conv = keys.count("ssm.conv_kernel", 2, 64);
     h.kda_head_dim = keys.count("kda.head_dim", 1, 1 << 14);
+    // A file without the key has the softplus gate: the format has no other way to say so.
     h.gate.bounded = keys.has("kda.gate_lower_bound");
     if (h.gate.bounded) {
         h.gate.lower_bound = keys.real("kda.gate_lower_bound");

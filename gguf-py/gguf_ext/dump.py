@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         with GGUFReader(arguments.file) as reader:
-            print(dump(reader, arguments.full))
+            print(dump(reader, arguments.full), flush=True)
+    except BrokenPipeError:  # see below
+        raise
     except (GGUFError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
