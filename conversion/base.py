@@ -20,7 +20,8 @@ from . import packed
 from .checkpoint import FLOAT_DTYPES, Checkpoint, Source
 from .config import Config, Width
 from .errors import ConversionError, listed
-from .folds import Fold, Types, stack_packed, stack_plain
+from .folds import Fold, stack_packed, stack_plain
+from .types import Types
 
 ONE = "1"  # an axis of length one
 MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # far beyond any model; a damaged count must not become a loop without end

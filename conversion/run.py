@@ -15,7 +15,7 @@ from .base import OUTTYPES, Converter, get_converter
 from .checkpoint import Checkpoint
 from .config import Config
 from .errors import ConversionError
-from .folds import Types
+from .types import Types
 from .vocab import read_vocabulary
 
 AUTO = "auto"
