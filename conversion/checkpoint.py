@@ -1,7 +1,6 @@
 """The safetensors shards of a checkpoint as one index of tensors, nothing loaded.
 
-Headers are read and checked here; payloads are read by range with `pread`, never mapped, so memory holds what a caller
-asks for and a file that shrinks meanwhile is an error, not a crash.
+Headers are read and checked here; payloads are read by range when a tensor is asked for them (`shards.py`).
 
 Format of a shard: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, then the tensors without gaps.
 """
@@ -12,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, TypeGuard
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from .config import parse_json, read_json
 from .errors import ConversionError, listed
+from .shards import LocalShard, Shard
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -33,44 +33,6 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
 FLOAT_DTYPES = ("F32", "F16", "BF16")
-
-
-class Shard:
-    """One safetensors file, held open."""
-
-    __slots__ = ("handle", "path")
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.handle = -1
-        if not path.is_file():
-            raise ConversionError(f"{path} is not a file")
-        try:
-            self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ConversionError(f"{path} cannot be opened: {error.strerror}") from None
-
-    def read(self, offset: int, n_bytes: int) -> np.ndarray:
-        """Exactly `n_bytes` from `offset`, uint8."""
-        buffer = np.empty(n_bytes, dtype=np.uint8)
-        view = buffer.data
-        done = 0
-        while done < n_bytes:
-            try:
-                n = os.preadv(self.handle, [view[done:]], offset + done)
-            except OSError as error:
-                raise ConversionError(
-                    f"{self.path}: reading failed at byte {offset + done}: {error.strerror}"
-                ) from None
-            if n == 0:
-                raise ConversionError(f"{self.path}: ends at byte {offset + done}, expected {offset + n_bytes} or more")
-            done += n
-        return buffer
-
-    def close(self) -> None:
-        if self.handle >= 0:
-            os.close(self.handle)
-            self.handle = -1
 
 
 class Source:
@@ -175,7 +137,7 @@ class Checkpoint:
 
     def _open_shards(self, files: Iterable[str]) -> None:
         for file in files:
-            shard = Shard(self.folder / file)
+            shard = LocalShard(file, self.folder / file)
             self.shards.append(shard)
             for source in _read_header(shard):
                 if source.name in self.tensors:
@@ -214,7 +176,7 @@ def _shards_without_index(folder: Path) -> list[str]:
 def _read_header(shard: Shard) -> list[Source]:
     """The tensors of a shard, in the order of their names."""
     path = shard.path
-    size = os.fstat(shard.handle).st_size
+    size = shard.size()
     if size < 8:
         raise ConversionError(f"{path}: {size} bytes, too short for a safetensors file")
     length = int(shard.read(0, 8).view("<u8")[0])
@@ -222,7 +184,9 @@ def _read_header(shard: Shard) -> list[Source]:
         raise ConversionError(
             f"{path}: header of {length} bytes announced, but the file has {size} and {_MAX_HEADER} is the limit"
         )
-    header = parse_json(shard.read(8, length).tobytes(), f"header of {path}")
+    text = shard.read(8, length).tobytes()
+    shard.header_was_read(text)
+    header = parse_json(text, f"header of {path}")
     header.pop("__metadata__", None)
     start = 8 + length
     entries = [_check_entry(path, name, entry) for name, entry in header.items()]
@@ -242,7 +206,7 @@ def _read_header(shard: Shard) -> list[Source]:
     ]
 
 
-def _check_entry(path: Path, name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+def _check_entry(path: PurePath, name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     if not isinstance(entry, dict):
         raise ConversionError(f"{path}: tensor {name}: the header holds no description of it")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

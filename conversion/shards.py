@@ -1,0 +1,96 @@
+"""Files of tensors, read by range: on a disk here, over a network in `remote.py`.
+
+Payloads are read with `pread`, never mapped, so memory holds what a caller asks for and a file that shrinks meanwhile
+is an error, not a crash.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from hashlib import blake2b
+from pathlib import Path, PurePath
+
+import numpy as np
+
+from .errors import ConversionError
+
+
+class Shard(ABC):
+    """One safetensors file, open. Reads are safe from several threads at once.
+
+    `name` is its path within the model, as an index has it; `path` names it in messages.
+    """
+
+    def __init__(self, name: str, path: PurePath) -> None:
+        self.name, self.path = name, path
+        self._header_digest = ""
+
+    @abstractmethod
+    def size(self) -> int:
+        """The file's size in bytes, as it is now."""
+
+    @abstractmethod
+    def read(self, offset: int, n_bytes: int) -> np.ndarray:
+        """Exactly `n_bytes` from `offset`, uint8.
+
+        Raises:
+            ConversionError: the file ends before, cannot be read or has been replaced.
+        """
+
+    @abstractmethod
+    def version(self) -> str:
+        """What changes when the file is written anew, apart from its size."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def header_was_read(self, header: bytes) -> None:
+        """Remember the digest of the header for `fingerprint`."""
+        self._header_digest = blake2b(header, digest_size=16).hexdigest()
+
+    def fingerprint(self) -> str:
+        """Size, version and a digest of the header (once read): equal before and after means nobody changed the
+        file."""
+        return f"{self.size()} {self.version()} {self._header_digest}"
+
+
+class LocalShard(Shard):
+    """A file on a disk, held open, so that it stays the same file when its name is given to another."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        super().__init__(name, path)
+        self._handle = -1
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise ConversionError(f"{path} is not a file")
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConversionError(f"{path} cannot be opened: {error.strerror}") from None
+
+    def size(self) -> int:
+        return os.fstat(self._handle).st_size
+
+    def version(self) -> str:
+        return str(os.fstat(self._handle).st_mtime_ns)
+
+    def read(self, offset: int, n_bytes: int) -> np.ndarray:
+        buffer = np.empty(n_bytes, dtype=np.uint8)
+        view = buffer.data
+        done = 0
+        while done < n_bytes:
+            try:
+                n = os.preadv(self._handle, [view[done:]], offset + done)
+            except OSError as error:
+                raise ConversionError(
+                    f"{self.path}: reading failed at byte {offset + done}: {error.strerror}"
+                ) from None
+            if n == 0:
+                raise ConversionError(f"{self.path}: ends at byte {offset + done}, expected {offset + n_bytes} or more")
+            done += n
+        return buffer
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
