@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from gguf_ext import dump as dump_module
 from gguf_ext.constants import GGMLQuantizationType as T
 from gguf_ext.constants import GGUFValueType as V
 from gguf_ext.quants import quantize_rows
+from hostile import make_hostile
 
 FIELDS: list[tuple[str, Any, V, V | None]] = [
     ("general.architecture", "test", V.STRING, None),
@@ -149,7 +151,7 @@ def test_split_files_read_as_one(tmp_path: Path, rng: np.random.Generator) -> No
 def test_split_file_faults_are_named(tmp_path: Path, rng: np.random.Generator) -> None:
     pypi_file(tmp_path / "a.gguf", rng, split_max_tensors=2)
     parts = [tmp_path / f"a-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
-    with pytest.raises(GGUFError, match="part 1 of a split"):
+    with pytest.raises(GGUFError, match="part 2 of a split file of 3"):
         GGUFReader(parts[1])
     (tmp_path / "renamed.gguf").write_bytes(parts[0].read_bytes())
     with pytest.raises(GGUFError, match="not named NAME-00001-of-00003.gguf"):
@@ -292,6 +294,43 @@ def test_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
     path.write_bytes(content)
     with pytest.raises(GGUFError, match=message):
         GGUFReader(path)
+
+
+CASES = list(make_hostile.cases())
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_what_the_engine_refuses_is_refused_here(tmp_path: Path, case: make_hostile.Case) -> None:
+    with pytest.raises((GGUFError, FileNotFoundError), match=tmp_path.name):
+        GGUFReader(case.write(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lfs_pointer", "Git LFS pointer"),
+        ("key_long", "key number 1 is over 65535 bytes"),
+        ("key_control", r"key number 1: 'a\\x00b' holds a control character"),
+        ("bool", "key a.b: a boolean of byte value 2"),
+        ("bools", "key a.b: a boolean of byte value 255"),
+        ("alignment_2", "general.alignment is 2, .* at least 4"),
+        ("alignment_type", r"general.alignment is 32 \(int64\), expected a uint32"),
+        ("name_control", r"tensor number 0: name 'a\\nb' holds a control character"),
+        ("split_no_keys", "split.count is missing, expected an integer of at least 1"),
+        ("split_totals", "key split.tensors.count differs from the first part"),
+        ("split_architecture", "key general.architecture differs from the first part"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, name: str, message: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    with pytest.raises(GGUFError, match=message):
+        GGUFReader(case.write(tmp_path))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(GGUFError, match="pipe.gguf: not a regular file"):
+        GGUFReader(tmp_path / "pipe.gguf")
 
 
 def test_every_truncation_is_refused(example: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import native
+from gguf_ext import GGUFError, GGUFReader
 from hostile import make_hostile
 from hostile.make_hostile import ARCHITECTURE, ARR, File, Tensor, kv, split_piece, split_set
 
@@ -203,6 +204,23 @@ def test_array_claims_do_not_allocate(tmp_path: Path) -> None:
     with pytest.raises(native.NativeError) as error:
         read(written(tmp_path / "a.gguf", File(kvs=[claim]).bytes()))
     assert error.value.name == "FORMAT"
+
+
+def test_the_python_reader_refuses_damage_that_the_engine_refuses(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Both read what a model opens: the Python reader the vocabulary, the engine the rest."""
+    whole = np.frombuffer(make_hostile.good().bytes(), np.uint8)
+    info = ffi.new("delta_test_gguf_info *")
+    seen = {True: 0, False: 0}
+    for _ in range(2000):
+        damaged = whole.copy()
+        damaged[rng.integers(len(make_hostile.good().header()))] = rng.integers(256)
+        status = lib.delta_test_gguf_bytes(damaged.tobytes(), len(damaged), info)
+        refused = status == lib.DELTA_FORMAT  # UNSUPPORTED: a type that the Python reader knows and the engine lacks
+        seen[refused] += 1
+        if refused:
+            with pytest.raises(GGUFError):
+                GGUFReader(written(tmp_path / "damaged.gguf", damaged.tobytes()))
+    assert min(seen.values()) > 100
 
 
 def test_random_damage_gives_a_status(seed: int) -> None:

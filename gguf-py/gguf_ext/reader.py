@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import re
+import stat
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -25,6 +27,10 @@ from .errors import GGUFError
 
 _SPLIT_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _MAX_ELEMENTS = 2**63 - 1
+_MAX_KEY = 65535  # bytes
+_MIN_ALIGNMENT = 4  # bytes; a float32 is read in place
+_LFS_POINTER = b"version https://git-lfs."
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # would hide in messages and listings
 _U64 = struct.Struct("<Q")
 _NUMPY_TYPES = {type_: np.dtype(f"<{format_}") for type_, format_ in SCALAR_FORMATS.items()}
 
@@ -47,7 +53,9 @@ class TensorInfo:
 
 
 class GGUFReader:
-    """A GGUF file, or all files of a split when given the first.
+    """A GGUF file, or all files of a split when given the first. The engine refuses the same files.
+
+    The files are mapped, not copied: whoever shortens one while it is open ends the process with SIGBUS.
 
     Attributes:
         fields: key -> value (python scalars, `str`, `list[str]`, one-dimensional numpy arrays), in file order.
@@ -126,16 +134,22 @@ class GGUFReader:
             self.tensors[info.name] = info
 
     def _follow_split(self, first: _File) -> None:
-        count = first.fields.get(c.KEY_SPLIT_COUNT, 1)
-        if not isinstance(count, int) or count < 1:
-            raise GGUFError(f"{first.path}: {c.KEY_SPLIT_COUNT} is {count!r}, expected a positive integer")
-        number = first.fields.get(c.KEY_SPLIT_NO, 0)
-        if number != 0:
-            raise GGUFError(
-                f"{first.path}: this is part {number!r} of a split file (counted from 0); open the first part"
-            )
-        if count == 1:
+        if c.KEY_SPLIT_COUNT not in first.fields:
+            if first.fields.get(c.KEY_SPLIT_NO, 0) != 0:
+                raise GGUFError(f"{first.path}: {c.KEY_SPLIT_NO} without {c.KEY_SPLIT_COUNT}")
             return
+        count, number, total = first.split_keys()
+        if count > 1:
+            self._add_parts(first, number, count)
+        if total != len(self.tensors):
+            raise GGUFError(
+                f"{first.path}: {c.KEY_SPLIT_TENSORS_COUNT} is {total}, but the {count} parts hold "
+                f"{len(self.tensors)} tensors"
+            )
+
+    def _add_parts(self, first: _File, number: int, count: int) -> None:
+        if number != 0:
+            raise GGUFError(f"{first.path}: this is part {number + 1} of a split file of {count}; open the first part")
         match = _SPLIT_PATTERN.fullmatch(first.path.name)
         if match is None or int(match["number"]) != 1 or int(match["count"]) != count:
             expected = c.SPLIT_NAME.format(stem="NAME", number=1, count=count)
@@ -146,18 +160,13 @@ class GGUFReader:
                 raise GGUFError(f"{first.path}: part {index + 1} of {count} is missing: {path.name}")
             part = _File(path)
             self._files[path] = part
-            found = part.fields.get(c.KEY_SPLIT_NO)
+            _, found, _ = part.split_keys()
             if found != index:
-                raise GGUFError(f"{path}: {c.KEY_SPLIT_NO} is {found!r}, expected {index}")
-            if part.fields.get(c.KEY_SPLIT_COUNT, count) != count:
-                raise GGUFError(f"{path}: {c.KEY_SPLIT_COUNT} is {part.fields[c.KEY_SPLIT_COUNT]!r}, expected {count}")
+                raise GGUFError(f"{path}: {c.KEY_SPLIT_NO} is {found}, expected {index}")
+            for key in part.fields.keys() & first.fields.keys() - {c.KEY_SPLIT_NO}:
+                if part.types[key] != first.types[key] or not _same(part.fields[key], first.fields[key]):
+                    raise GGUFError(f"{path}: key {key} differs from the first part, {first.path.name}")
             self._add(part)
-        total = first.fields.get(c.KEY_SPLIT_TENSORS_COUNT)
-        if total is not None and total != len(self.tensors):
-            raise GGUFError(
-                f"{first.path}: {c.KEY_SPLIT_TENSORS_COUNT} is {total!r}, but the {count} parts hold "
-                f"{len(self.tensors)} tensors"
-            )
 
 
 class _File:
@@ -165,11 +174,14 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as handle:
-            size = handle.seek(0, 2)
+        with open(path, "rb", opener=_open_at_once) as handle:
+            status = os.fstat(handle.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise GGUFError(f"{path}: not a regular file")
+            size = status.st_size
             if size < 24:
                 raise GGUFError(f"{path}: {size} bytes, too short for a GGUF header")
-            self.map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+            self.map = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ)
         self.size = size
         self._at = 0
         self._what = "header"
@@ -183,9 +195,23 @@ class _File:
         with contextlib.suppress(BufferError):  # an array still views the map; it is unmapped when the last one goes
             self.map.close()
 
+    def split_keys(self) -> tuple[int, int, int]:
+        """How many parts there are, number of this one from 0, tensors in all parts: keys that each part must have."""
+        values = []
+        for key in (c.KEY_SPLIT_COUNT, c.KEY_SPLIT_NO, c.KEY_SPLIT_TENSORS_COUNT):
+            value = self.fields.get(key)
+            least = 1 if key == c.KEY_SPLIT_COUNT else 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                found = "missing" if value is None else repr(value)
+                raise GGUFError(f"{self.path}: {key} is {found}, expected an integer of at least {least}")
+            values.append(value)
+        return values[0], values[1], values[2]
+
     def _parse(self) -> None:
         magic = self._take(4)
         if magic != c.MAGIC:
+            if self.map[: len(_LFS_POINTER)] == _LFS_POINTER:
+                raise GGUFError(f"{self.path}: not a GGUF file but a Git LFS pointer to one: fetch the file itself")
             raise GGUFError(f"{self.path}: not a GGUF file: it begins with {magic!r}, expected {c.MAGIC!r}")
         version = self._scalar(GGUFValueType.UINT32)
         if version not in c.READABLE_VERSIONS:
@@ -203,10 +229,7 @@ class _File:
         self.types: dict[str, tuple[GGUFValueType, ...]] = {}
         for number in range(n_fields):
             self._field(number)
-        alignment = self.fields.get(c.KEY_ALIGNMENT, c.ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise GGUFError(f"{self.path}: {c.KEY_ALIGNMENT} is {alignment!r}, expected a power of two")
-        self.alignment = alignment
+        self.alignment = alignment = self._alignment()
         heads = [self._tensor_head(number) for number in range(n_tensors)]
         start = _pad(self._at, alignment)
         self.tensors = []
@@ -224,11 +247,25 @@ class _File:
             self.tensors.append(TensorInfo(name, type_, ne, n_bytes, self.path, start + offset))
             expected = _pad(offset + n_bytes, alignment)
 
+    def _alignment(self) -> int:
+        value, types = self.fields.get(c.KEY_ALIGNMENT, c.ALIGNMENT), self.types.get(c.KEY_ALIGNMENT)
+        if types not in (None, (GGUFValueType.UINT32,)):
+            kind = " of ".join(type_.name.lower() for type_ in types or ())
+            raise GGUFError(f"{self.path}: {c.KEY_ALIGNMENT} is {value!r} ({kind}), expected a uint32")
+        if value < _MIN_ALIGNMENT or value & (value - 1):
+            raise GGUFError(
+                f"{self.path}: {c.KEY_ALIGNMENT} is {value}, expected a power of two of at least {_MIN_ALIGNMENT}"
+            )
+        return int(value)
+
     def _field(self, number: int) -> None:
         self._what = f"key number {number}"
         key = self._string()
-        if not key:
-            raise GGUFError(f"{self.path}: key number {number} is empty")
+        if not 0 < len(key.encode()) <= _MAX_KEY:
+            found = "empty" if not key else f"over {_MAX_KEY} bytes long"
+            raise GGUFError(f"{self.path}: key number {number} is {found}")
+        if _CONTROL.search(key):
+            raise GGUFError(f"{self.path}: key number {number}: {key[:80]!r} holds a control character")
         if key in self.fields:
             raise GGUFError(f"{self.path}: key {key!r} occurs twice")
         self._what = f"key {key}"
@@ -239,7 +276,12 @@ class _File:
             self.fields[key] = self._array(element)
         else:
             self.types[key] = (type_,)
-            self.fields[key] = self._string() if type_ == GGUFValueType.STRING else self._scalar(type_)
+            if type_ == GGUFValueType.STRING:
+                self.fields[key] = self._string()
+            elif type_ == GGUFValueType.BOOL:
+                self.fields[key] = bool(self._bools(np.frombuffer(self._take(1), dtype=np.uint8))[0])
+            else:
+                self.fields[key] = self._scalar(type_)
 
     def _array(self, element: GGUFValueType) -> list[str] | np.ndarray:
         count = self._scalar(GGUFValueType.UINT64)
@@ -251,7 +293,12 @@ class _File:
         if count > (self.size - self._at) // dtype.itemsize:
             raise self._beyond(f"array of {count} values")
         values = np.frombuffer(self._take(count * dtype.itemsize), dtype=dtype)
-        return values.astype(np.bool_) if element == GGUFValueType.BOOL else values
+        return self._bools(values.view(np.uint8)) if element == GGUFValueType.BOOL else values
+
+    def _bools(self, raw: np.ndarray) -> np.ndarray:
+        if (raw > 1).any():
+            raise GGUFError(f"{self.path}: {self._what}: a boolean of byte value {raw.max()}, expected 0 or 1")
+        return raw.astype(np.bool_)
 
     def _strings(self, count: int) -> list[str]:
         if count > (self.size - self._at) // 8:
@@ -279,11 +326,13 @@ class _File:
     def _tensor_head(self, number: int) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
         self._what = f"tensor number {number}"
         name = self._string()
-        self._what = f"tensor {name}"
         if not 0 < len(name.encode()) <= c.MAX_TENSOR_NAME:
             raise GGUFError(
                 f"{self.path}: tensor number {number}: name {name[:80]!r} is empty or over {c.MAX_TENSOR_NAME} bytes"
             )
+        if _CONTROL.search(name):
+            raise GGUFError(f"{self.path}: tensor number {number}: name {name!r} holds a control character")
+        self._what = f"tensor {name}"
         n_dims = self._scalar(GGUFValueType.UINT32)
         if not 1 <= n_dims <= c.MAX_DIMS:
             raise GGUFError(f"{self.path}: tensor {name}: {n_dims} dimensions, expected 1 to {c.MAX_DIMS}")
@@ -330,6 +379,18 @@ class _File:
         return GGUFError(
             f"{self.path}: {self._what}: {wanted} at byte {self._at} lie beyond the end of the file ({self.size} bytes)"
         )
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opening a pipe must not wait for a writer: it is refused for what it is."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values of one type are equal; NaN equals itself, as in the bytes of a file."""
+    if isinstance(a, np.ndarray | float):
+        return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    return bool(a == b)
 
 
 def _pad(at: int, alignment: int) -> int:
