@@ -8,6 +8,7 @@ bytes per layer (`A_log`, so that a wrong one is found before hours of writing).
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +22,7 @@ from .checkpoint import FLOAT_DTYPES, Checkpoint, Source
 from .config import Config, Width
 from .errors import ConversionError, listed
 from .folds import Fold, stack_packed, stack_plain
+from .layouts import LEGACY, Stack, cut, published_name
 from .types import Types
 
 ONE = "1"  # an axis of length one
@@ -68,7 +70,16 @@ Experts = dict[int, dict[ExpertKey, Source]]  # by layer
 Groups = dict[tuple[int | None, Fold], dict[str, Source]]  # layer and fold -> sources by name
 
 
-class Converter:
+@dataclass(frozen=True)
+class Dependence:
+    """An axis of a tensor whose length follows from a config field, alone or together with others."""
+
+    field: str
+    tensor: str
+    axis: int
+
+
+class Converter(ABC):
     """Base of the model classes. The configuration is checked here completely.
 
     Raises:
@@ -78,6 +89,7 @@ class Converter:
     architecture: ClassVar[str]  # the GGUF name
     prefix: ClassVar[str] = ""  # of the text model's tensor names; may be missing in a checkpoint
     ignored: ClassVar[tuple[str, ...]] = ()  # beginnings of names that are no part of the text model
+    renames: ClassVar[tuple[tuple[str, str], ...]] = LEGACY  # from other layouts to the published one
     chat_template: ClassVar[str | None] = None  # for checkpoints that ship none
     # Part of a tensor's name -> the config field that says whether such tensors exist, for messages.
     deciding_fields: ClassVar[dict[str, str]] = {}
@@ -86,30 +98,35 @@ class Converter:
         self.config = config
         self.announces_packed = packed.check_scheme(config)
         self.n_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
-        self.widths: dict[str, Width] = {ONE: Width(1, "always")}
+        self.widths: dict[str, Width] = {ONE: Width(1, "1")}
         self.read_config()
 
     # --- what a model class provides ----------------------------------------------------------------------------------
     n_experts: int
 
+    @abstractmethod
     def read_config(self) -> None:
-        """Check the configuration; set `n_experts` and fill `widths`."""
-        raise NotImplementedError
+        """Check the configuration; set `n_experts` (0: no layer has any) and fill `widths`."""
 
+    @abstractmethod
     def model_rows(self) -> Iterable[Row]:
         """Tensors outside the layers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layer_rows(self, layer: int) -> Iterable[Row]:
         """Tensors of a layer, routed experts apart."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_experts(self, layer: int) -> bool:
-        raise NotImplementedError
+        """Whether a layer's feed-forward is a mixture of experts."""
 
+    @abstractmethod
     def add_fields(self, plan: Plan, file_type: LlamaFileType) -> None:
         """Add the architecture's keys in file order, `general.file_type` in its place among them."""
-        raise NotImplementedError
+
+    def stacks(self) -> Iterable[Stack]:
+        """Tensors that another layout has in place of several of a layer's; the names within the layer."""
+        return ()
 
     # --- for model classes --------------------------------------------------------------------------------------------
     def width(self, name: str, value: int, source: str, at_least: bool = False) -> int:
@@ -129,6 +146,26 @@ class Converter:
 
         return add
 
+    # --- the contract -------------------------------------------------------------------------------------------------
+    def tensor_axes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Every tensor of the published layout (experts unpacked), without prefix, with the width of each axis."""
+        for row in self.model_rows():
+            yield row.hf, row.axes
+        for layer in range(self.n_layers):
+            block = f"model.layers.{layer}."
+            for row in self.layer_rows(layer):
+                yield block + row.hf, row.axes
+            for expert in range(self.n_experts) if self.has_experts(layer) else ():
+                for projection, axes, _ in EXPERTS:
+                    yield f"{block}block_sparse_moe.experts.{expert}.{projection}.weight", axes
+
+    def contract(self) -> Iterator[Dependence]:
+        """Which axis of which tensor follows from which config field: what `plan_tensors` compares."""
+        for tensor, axes in self.tensor_axes():
+            for axis, width in enumerate(axes):
+                for field in self.widths[width].fields:
+                    yield Dependence(field, tensor, axis)
+
     # --- the plan -----------------------------------------------------------------------------------------------------
     def auto_outtype(self, checkpoint: Checkpoint) -> str:
         """The type of the checkpoint's first float matrix if that is 16 bits wide, else f16."""
@@ -146,8 +183,9 @@ class Converter:
         Raises:
             ConversionError: tensors are missing, unexpected or unpaired, or have a wrong shape or dtype.
         """
-        groups, experts = self._match(self._text_tensors(checkpoint))
-        order = {name: number for number, name in enumerate(checkpoint.tensors)}
+        text = self._text_tensors(checkpoint)
+        groups, experts = self._match(text)
+        order = {source.name: number for number, source in enumerate(text.values())}
 
         def last(sources: Iterable[Source]) -> int:
             return max(order[source.name] for source in sources)
@@ -167,16 +205,29 @@ class Converter:
         return first + [output for _, outputs in rest for output in outputs]
 
     def _text_tensors(self, checkpoint: Checkpoint) -> dict[str, Source]:
-        """The text model's tensors by their names without prefix, in checkpoint order."""
+        """The text model's tensors by their published names without prefix, in checkpoint order."""
+        stacks = {stack.hf: stack for stack in self.stacks()}
+        endings = tuple(stacks)
         text: dict[str, Source] = {}
         for name, source in checkpoint.tensors.items():
             if name.startswith(self.ignored) or name.endswith(".rotary_emb.inv_freq"):
                 continue
-            short = name.removeprefix(self.prefix)
-            if short in text:
-                raise ConversionError(f"{text[short].name} and {name} are the same tensor under two names")
-            text[short] = source
+            short = published_name(name.removeprefix(self.prefix), self.renames)
+            parts = [(short, source)]
+            if short.endswith(endings) and (match := _LAYER.match(short)):
+                stack = stacks.get(short[match.end() :])
+                parts = parts if stack is None else self._cut(match[0], stack, source)
+            for part, piece in parts:
+                if part in text:
+                    raise ConversionError(f"{text[part].name} and {piece.name} are the same tensor under two names")
+                text[part] = piece
         return text
+
+    def _cut(self, block: str, stack: Stack, source: Source) -> list[tuple[str, Source]]:
+        self._check(source, stack.axes)
+        shape = tuple(self.widths[axis].value for axis in stack.part_axes)
+        names = [block + part for part in stack.parts]
+        return list(zip(names, cut(source, stack.parts, shape), strict=True))
 
     def _match(self, text: dict[str, Source]) -> tuple[Groups, Experts]:
         rows: dict[str, tuple[int | None, Row]] = {row.hf: (None, row) for row in self.model_rows()}

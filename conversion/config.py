@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from .errors import ConversionError
 
 _ABSENT = object()
 _SHOWN_CHARACTERS = 200
+_FIELD = re.compile(r"[a-z][a-z0-9_.]*")  # in a formula such as `num_shared_experts * moe_intermediate_size`
 
 
 @dataclass(frozen=True)
 class Width:
-    """A number that tensors' axes must equal, and where it comes from, for messages.
+    """A number that tensors' axes must equal, and where it comes from: a formula of config fields.
 
     `at_least` allows a longer axis (K3 pads `A_log`).
     """
@@ -28,6 +30,11 @@ class Width:
     value: int
     source: str
     at_least: bool = False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The config fields in the formula, each once."""
+        return tuple(dict.fromkeys(_FIELD.findall(self.source)))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -91,6 +98,10 @@ class Config:
         """The value, or None when the field is absent or null."""
         value = self._find(field)
         return None if value is _ABSENT else value
+
+    def add_missing(self, **fields: Any) -> None:
+        """Give fields of the top level a value where they have none, as another spelling of the same file says it."""
+        self.values |= {field: value for field, value in fields.items() if self.values.get(field) is None}
 
     def integer(self, field: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
         """A required whole number from `minimum` to `maximum`."""

@@ -13,6 +13,7 @@ from gguf_ext.constants import GGUFValueType, LlamaFileType
 from .base import ONE, Row, register
 from .folds import Copy, Product
 from .kimi_linear import _KDA, KimiLinear
+from .layouts import LEGACY, Stack
 
 CHAT_TEMPLATE = (Path(__file__).parent / "templates" / "kimi-k3.jinja").read_text(encoding="utf-8")
 
@@ -20,7 +21,7 @@ CHAT_TEMPLATE = (Path(__file__).parent / "templates" / "kimi-k3.jinja").read_tex
 def _mixing_point(norm: str, projection: str, output: str) -> tuple[Row, Row]:
     return (
         Row(norm, ("hidden_size",), Product(output)),
-        Row(projection, (ONE, "hidden_size"), Product(output)),
+        Row(projection, (ONE, "hidden_size"), Product(output), (("hidden_size",),)),
     )
 
 
@@ -47,6 +48,7 @@ class KimiK3(KimiLinear):
     prefix = "language_model."
     ignored = ("vision_tower.", "mm_projector.")
     chat_template = CHAT_TEMPLATE
+    renames = LEGACY  # transformers has no class of its own for it, so it writes the published names
     deciding_fields = KimiLinear.deciding_fields | {
         "routed_expert_norm": "latent_moe_use_norm",
         "routed_expert_": "routed_expert_hidden_size",
@@ -62,12 +64,11 @@ class KimiK3(KimiLinear):
         self.situ_linear_beta = config.positive("activation_situ_linear_beta")
         self.block_size = config.integer("attn_res_block_size")
         field = "routed_expert_hidden_size"
-        self.latent = (
-            None if config.get(field) is None else config.integer(field)
-        )  # without it experts work at full width
+        has_latent = self.n_experts and config.get(field) is not None
+        self.latent = config.integer(field) if has_latent else None  # without it experts work at full width
         self.width("expert_input", self.latent or self.hidden, field if self.latent else "hidden_size")
-        self.renormalize = config.boolean("moe_renormalize")
-        self.latent_norm = config.boolean("latent_moe_use_norm")
+        self.renormalize = bool(self.n_experts) and config.boolean("moe_renormalize")
+        self.latent_norm = bool(self.n_experts) and config.boolean("latent_moe_use_norm")
         self.output_gate = config.boolean("mla_use_output_gate")
         bound = "linear_attn_config.gate_lower_bound"
         if config.get(bound) is not None and config.number(bound) >= 0:
@@ -75,6 +76,9 @@ class KimiK3(KimiLinear):
 
     def model_rows(self) -> Iterable[Row]:
         return (*super().model_rows(), *_MODEL)
+
+    def stacks(self) -> Iterable[Stack]:
+        return ()
 
     def layer_rows(self, layer: int) -> Iterable[Row]:
         yield from super().layer_rows(layer)

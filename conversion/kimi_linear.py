@@ -6,15 +6,21 @@ files of the architecture; the mathematics behind the required values is in the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from gguf_ext import Plan
+from gguf_ext import Plan, PlannedTensor
 from gguf_ext import constants as c
 from gguf_ext.constants import GGUFValueType, LlamaFileType
 
-from .base import MAX_EXPERTS, ONE, Converter, Row, register
-from .folds import Copy, NegativeExp, SplitKvB
+from .base import EXPERTS, MAX_EXPERTS, ONE, Converter, Row, register
+from .errors import ConversionError
+from .folds import Copy, NegativeExp, Sources, SplitKvB
+from .layouts import LEGACY, TRANSFORMERS, Stack, complete_config
+from .types import Types
 
 # Where a context length may stand, in the order of precedence of existing converters.
 _CONTEXT_LENGTH = (
@@ -26,16 +32,29 @@ _CONTEXT_LENGTH = (
     "model_max_length",
 )
 
-_MODEL = (
-    Row("model.embed_tokens.weight", ("vocab_size", "hidden_size"), Copy(c.TOKEN_EMBD)),
-    Row("lm_head.weight", ("vocab_size", "hidden_size"), Copy(c.OUTPUT)),
-    Row("model.norm.weight", ("hidden_size",), Copy(c.OUTPUT_NORM)),
-)
+
+@dataclass(frozen=True)
+class _Both:
+    """Two outputs with the same values. Readers of these architectures want `output.weight` also where it is tied."""
+
+    first: str
+    second: str
+
+    def plan(self, prefix: str, sources: Sources, types: Types) -> list[PlannedTensor]:
+        return Copy(self.first).plan(prefix, sources, types) + Copy(self.second).plan(prefix, sources, types)
+
+
+_MATRIX = ("vocab_size", "hidden_size")
+_EMBEDDING = Row("model.embed_tokens.weight", _MATRIX, Copy(c.TOKEN_EMBD))
+_HEAD = Row("lm_head.weight", _MATRIX, Copy(c.OUTPUT))
+_TIED_EMBEDDING = Row("model.embed_tokens.weight", _MATRIX, _Both(c.TOKEN_EMBD, c.OUTPUT))
+_OUTPUT_NORM = Row("model.norm.weight", ("hidden_size",), Copy(c.OUTPUT_NORM))
 _EVERY_LAYER = (
     Row("input_layernorm.weight", ("hidden_size",), Copy(c.ATTN_NORM)),
     Row("post_attention_layernorm.weight", ("hidden_size",), Copy(c.FFN_NORM)),
 )
 _CONV_AXES = ("kda_width", ONE, "short_conv_kernel_size")
+_CONV_STACK_AXES = ("kda_width_of_qkv", ONE, "short_conv_kernel_size")
 _CONV_ALSO = (("kda_width", "short_conv_kernel_size"),)
 _KDA = (
     Row("self_attn.q_proj.weight", ("kda_width", "hidden_size"), Copy(c.ATTN_Q)),
@@ -88,10 +107,17 @@ class KimiLinear(Converter):
 
     architecture = c.ARCH_KIMI_LINEAR
     chat_template = (_TEMPLATES / "kimi-linear.jinja").read_text(encoding="utf-8")
-    deciding_fields = {"q_a_": "q_lora_rank", "q_b_proj": "q_lora_rank"}
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (*LEGACY, *TRANSFORMERS)
+    deciding_fields = {
+        "q_a_": "q_lora_rank",
+        "q_b_proj": "q_lora_rank",
+        "lm_head": "tie_word_embeddings",
+        ".experts.": "num_experts",
+    }
 
     # --- configuration ------------------------------------------------------------------------------------------------
     def read_config(self) -> None:
+        complete_config(self.config)
         self._read_common()
         self._refuse_what_only_k3_has()
         self.width("expert_input", self.hidden, "hidden_size")
@@ -110,18 +136,25 @@ class KimiLinear(Converter):
             next((f for f in _CONTEXT_LENGTH if config.get(f) is not None), _CONTEXT_LENGTH[0])
         )
         self.eps = config.positive("rms_norm_eps")
+        self.tied = self._is_tied()
+
+    def _is_tied(self) -> bool:
+        """Whether the output matrix is the embedding. A nested configuration says it twice."""
+        config, field = self.config, "tie_word_embeddings"
+        said = {part[field] for part in (config.raw, config.values) if isinstance(part.get(field), bool)}
+        if len(said) == 2:
+            raise ConversionError(f"{config.path}: {field} is {json.dumps(config.raw[field])}, but not in text_config")
+        return config.get(field) is not None and config.boolean(field)
 
     def _refuse_unsupported(self) -> None:
         """Mechanisms that neither the keys of the file nor the graph of these architectures have."""
         config = self.config
         config.must_be("mla_use_nope", True)
-        config.must_be("moe_router_activation_func", "sigmoid")
         config.must_be("moe_layer_freq", 1, absent=True)
         config.must_be("num_expert_group", 1, absent=True)
         config.must_be("topk_group", 1, absent=True)
         config.must_be("topk_method", "noaux_tc", absent=True)
         config.must_be("num_nextn_predict_layers", 0, absent=True)
-        config.must_be("tie_word_embeddings", False, absent=True)
         config.must_be_absent("rope_scaling", "these models have no rotary embedding to scale")
 
     def _refuse_what_only_k3_has(self) -> None:
@@ -139,7 +172,7 @@ class KimiLinear(Converter):
         ):
             config.must_be_absent(field, why)
         config.must_be("hidden_act", "silu")
-        config.must_be("moe_renormalize", True)  # the format has no key that says otherwise
+        config.must_be("moe_renormalize", True, absent=not self.n_experts)  # the format has no key for another value
 
     def _read_layers(self) -> None:
         """Layer kinds; the config's two lists count from 1 and must share out the layers."""
@@ -166,6 +199,7 @@ class KimiLinear(Converter):
         self.width("kda_heads_or_more", heads, heads_source, at_least=True)
         self.width("kda_head_dim", self.kda_head_dim, dim)
         self.width("kda_width", heads * self.kda_head_dim, f"{heads_source} * {dim}")
+        self.width("kda_width_of_qkv", 3 * heads * self.kda_head_dim, f"3 * {heads_source} * {dim}")
         self.width("short_conv_kernel_size", self.kernel, "linear_attn_config.short_conv_kernel_size")
 
     def _read_mla(self) -> None:
@@ -191,6 +225,12 @@ class KimiLinear(Converter):
 
     def _read_ffn(self) -> None:
         config = self.config
+        self.dense_width = self.width("intermediate_size", config.integer("intermediate_size"), "intermediate_size")
+        if self._is_dense_only():
+            self.n_experts = self.n_used = self.n_shared = self.expert_width = 0
+            self.n_dense, self.routed_scale = self.n_layers, 1.0
+            return
+        config.must_be("moe_router_activation_func", "sigmoid")
         self.n_experts = self.width("num_experts", config.integer("num_experts", maximum=MAX_EXPERTS), "num_experts")
         self.n_used = config.integer("num_experts_per_token")
         if self.n_used > self.n_experts:
@@ -201,20 +241,45 @@ class KimiLinear(Converter):
         self.n_shared = config.integer("num_shared_experts")
         self.expert_width = self.width("expert_width", config.integer("moe_intermediate_size"), "moe_intermediate_size")
         self.width("shared_width", self.n_shared * self.expert_width, "num_shared_experts * moe_intermediate_size")
-        self.dense_width = self.width("intermediate_size", config.integer("intermediate_size"), "intermediate_size")
+        self.width("expert_gate_and_up_width", 2 * self.expert_width, "2 * moe_intermediate_size")
         self.routed_scale = config.positive("routed_scaling_factor")
+
+    def _is_dense_only(self) -> bool:
+        """Whether no layer has experts: `num_experts` is null or 0, or every layer is a leading dense one."""
+        config = self.config
+        all_dense = config.shown("first_k_dense_replace") == str(self.n_layers)
+        return all_dense or config.shown("num_experts") in ("null", "0")
 
     # --- tensors ------------------------------------------------------------------------------------------------------
     def has_experts(self, layer: int) -> bool:
         return self.n_dense <= layer < self.n_layers
 
     def model_rows(self) -> Iterable[Row]:
-        return _MODEL
+        yield from (_TIED_EMBEDDING,) if self.tied else (_EMBEDDING, _HEAD)
+        yield _OUTPUT_NORM
 
     def layer_rows(self, layer: int) -> Iterable[Row]:
         yield from _EVERY_LAYER
         yield from self.kda_rows() if layer in self.kda_layers else self.mla_rows()
         yield from _MOE if self.has_experts(layer) else _DENSE
+
+    def stacks(self) -> Iterable[Stack]:
+        """Those of `transformers`: convolutions of q, k and v; gate and up of all experts; down of all experts."""
+        convolutions = tuple(f"self_attn.{stream}_conv1d.weight" for stream in "qkv")
+        yield Stack("self_attn.conv1d.weight", _CONV_STACK_AXES, convolutions, _CONV_AXES)
+        if self.n_experts:
+            axes = {projection: axes for projection, axes, _ in EXPERTS}
+
+            def parts(*projections: str) -> tuple[str, ...]:
+                return tuple(
+                    f"block_sparse_moe.experts.{expert}.{projection}.weight"
+                    for expert in range(self.n_experts)
+                    for projection in projections
+                )
+
+            stack = ("num_experts", "expert_gate_and_up_width", "expert_input")
+            yield Stack("block_sparse_moe.experts.gate_up_proj", stack, parts("w1", "w3"), axes["w1"])
+            yield Stack("block_sparse_moe.experts.down_proj", ("num_experts", *axes["w2"]), parts("w2"), axes["w2"])
 
     def kda_rows(self) -> Iterable[Row]:
         yield from _KDA

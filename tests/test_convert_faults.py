@@ -78,7 +78,7 @@ MESSAGES = {
     "mla_with_rope": "mla_use_nope is false, expected true",
     "unknown_activation": 'hidden_act is "gelu", expected "s',
     "silu_in_k3": 'hidden_act is "silu", expected "situ"',
-    "tied_embeddings": "tie_word_embeddings is true, expected false",
+    "tied_embeddings": "tie_word_embeddings is (true; unexpected: lm_head|false, but not in text_config)",
     "mtp_layers": "num_nextn_predict_layers is 1, expected 0",
     "layer_in_both_lists": "kda_layers is .*, expected no layer that full_attn_layers has too, such as 1",
     "layer_in_no_list": "kda_layers is .*, expected layer 1, which is in no list",

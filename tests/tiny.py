@@ -147,6 +147,24 @@ ODD: dict[str, Any] = {
     "num_experts_per_token": 3,
     "moe_intermediate_size": 56,
 }
+# What a model without experts does not need is left out.
+NO_EXPERTS: dict[str, Any] = {
+    "num_experts": None,
+    **dict.fromkeys(
+        (
+            "first_k_dense_replace",
+            "latent_moe_use_norm",
+            "moe_intermediate_size",
+            "moe_renormalize",
+            "moe_router_activation_func",
+            "num_experts_per_token",
+            "num_shared_experts",
+            "routed_expert_hidden_size",
+            "routed_scaling_factor",
+        ),
+        ABSENT,
+    ),
+}
 
 # name -> arguments of write_checkpoint
 PRESETS: dict[str, dict[str, Any]] = {
@@ -159,7 +177,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "k3-no-latent-norm": {"arch": "kimi-k3", "latent_moe_use_norm": False},
     "k3-no-output-gate": {"arch": "kimi-k3", "mla_use_output_gate": False},
     "k3-softplus-gate": {"arch": "kimi-k3", "linear_attn_config": {"gate_lower_bound": ABSENT}},
+    "k3-dense-only": {"arch": "kimi-k3", "packed": False, "num_hidden_layers": 5, **NO_EXPERTS},
+    "k3-tied": {"arch": "kimi-k3", "tie_word_embeddings": True},
+    "k3-plain": {
+        "arch": "kimi-k3",
+        "packed": False,
+        "q_lora_rank": None,
+        "routed_expert_hidden_size": ABSENT,
+        "tie_word_embeddings": True,
+        "mla_use_output_gate": False,
+        "conv_rank": 2,
+    },
     "kl-q-lora": {"arch": "kimi-linear", "q_lora_rank": 40},
+    "kl-dense-only": {"arch": "kimi-linear", **NO_EXPERTS},
+    "kl-tied": {"arch": "kimi-linear", "tie_word_embeddings": True},
     # widths and counts of the released models
     "k3-real-widths": {"arch": "kimi-k3", "num_hidden_layers": 4, "q_lora_rank": 96, **REAL_WIDTHS},
     "kl-real-widths": {"arch": "kimi-linear", "num_hidden_layers": 4, **REAL_WIDTHS},
@@ -256,7 +287,7 @@ def config_for(arch: str, *, packed: bool = True, vision: bool = False, **overri
         "media_placeholder_token_id": first + 21,
         "model_type": "kimi_k3",
         "text_config": dict(sorted(text.items())),
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": text["tie_word_embeddings"],
     }
     if vision:
         outer["vision_config"] = {"patch_size": 14, "vt_hidden_size": 32, "vt_num_hidden_layers": 1}
@@ -420,7 +451,7 @@ def layer_tensors(w: Weights, layer: int, text: dict[str, Any], *, k3: bool, pac
         yield from kda_tensors(w, f"{p}self_attn.", text, k3=k3, alog_padded=alog_padded, conv_rank=conv_rank)
     else:
         yield from mla_tensors(w, f"{p}self_attn.", text)
-    if layer < text["first_k_dense_replace"]:
+    if not text.get("num_experts") or layer < text["first_k_dense_replace"]:
         yield from ffn_tensors(w, f"{p}mlp.", hidden, text["intermediate_size"])
     else:
         yield from moe_tensors(w, f"{p}block_sparse_moe.", text, packed=packed, bias_dtype=bias_dtype)
@@ -433,8 +464,11 @@ def mix_tensors(w: Weights, p: str, hidden: int) -> Iterator[Entry]:
 
 def top_tensors(w: Weights, text: dict[str, Any]) -> Iterator[Entry]:
     hidden, vocab = text["hidden_size"], text["vocab_size"]
-    yield "model.embed_tokens.weight", HfTensor.from_float(w.normal("embed_tokens", (vocab, hidden), 1.0))
-    yield "lm_head.weight", HfTensor.from_float(w.linear("lm_head", vocab, hidden, 2.0))
+    tied = text.get("tie_word_embeddings")
+    std = 2 / math.sqrt(hidden) if tied else 1.0
+    yield "model.embed_tokens.weight", HfTensor.from_float(w.normal("embed_tokens", (vocab, hidden), std))
+    if not tied:
+        yield "lm_head.weight", HfTensor.from_float(w.linear("lm_head", vocab, hidden, 2.0))
     yield "model.norm.weight", HfTensor.from_float(w.uniform("model.norm", (hidden,), 0.5, 1.5))
     if text.get("attn_res_block_size"):
         yield from mix_tensors(w, "model.output_attn_res", hidden)

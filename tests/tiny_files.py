@@ -101,7 +101,7 @@ class Checkpoint:
         if kind in ("kda", "mla"):
             kda = set(self.text["linear_attn_config"]["kda_layers"])
             return [i for i in range(count) if ((i + 1) in kda) == (kind == "kda")]
-        dense = self.text["first_k_dense_replace"]
+        dense = self.text["first_k_dense_replace"] if self.text.get("num_experts") else count
         return [i for i in range(count) if (i < dense) == (kind == "dense")]
 
     def shard_name(self, number: int) -> str:

@@ -43,7 +43,8 @@ class Layer:
         else:
             self.attn = MlaLayer(checkpoint, f"{prefix}self_attn.", mla)
         self.ffn: DenseFfn | MoeFfn
-        if number >= config["first_k_dense_replace"] and number % config.get("moe_layer_freq", 1) == 0:
+        first_moe = config["first_k_dense_replace"] if config.get("num_experts") else config["num_hidden_layers"]
+        if number >= first_moe and number % config.get("moe_layer_freq", 1) == 0:
             self.ffn = MoeFfn(checkpoint, f"{prefix}block_sparse_moe.")
         else:
             self.ffn = DenseFfn(checkpoint, f"{prefix}mlp.")
@@ -83,7 +84,8 @@ class Model:
         if self.block:
             self.output_score = mix_score(checkpoint, "model.output_attn_res")
         self.norm = checkpoint.tensor("model.norm.weight")
-        self.lm_head = checkpoint.matrix("lm_head")  # [vocab, D]
+        tied = config.get("tie_word_embeddings")
+        self.lm_head = self.embedding if tied else checkpoint.matrix("lm_head")  # [vocab, D]
 
     @classmethod
     def from_checkpoint(
