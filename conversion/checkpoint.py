@@ -1,93 +1,62 @@
 """The safetensors shards of a checkpoint as one index of tensors, nothing loaded.
 
-Headers are read and checked here; payloads are read by range when a tensor is asked for them (`shards.py`).
-
-Format of a shard: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, then the tensors without gaps.
+Headers are read and checked here (`headers.py`); payloads are read by range when a tensor is asked for them
+(`shards.py`).
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
-from collections.abc import Iterable
-from math import prod
-from pathlib import Path, PurePath
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, TypeGuard
 
-import numpy as np
+from .config import read_json
+from .errors import Checks, ConversionError, listed
+from .headers import FLOAT_DTYPES, Source, parse_header, read_header
+from .shards import LocalStore, Shard, Store
 
-from .config import parse_json, read_json
-from .errors import ConversionError, listed
-from .shards import LocalShard, Shard
+__all__ = ["FLOAT_DTYPES", "INDEX_NAME", "SINGLE_NAME", "Checkpoint", "Source"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-_MAX_HEADER = 100_000_000  # bytes; the limit of the format
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5,6})\.safetensors", re.DOTALL)
-_DTYPE_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64"), 8),
-}
-FLOAT_DTYPES = ("F32", "F16", "BF16")
-
-
-class Source:
-    """A tensor in a shard: `shape` as stored (slowest dimension first), `offset` in bytes from the start of the
-    file."""
-
-    __slots__ = ("dtype", "name", "offset", "shape", "shard")
-
-    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], shard: Shard, offset: int) -> None:
-        self.name, self.dtype, self.shape, self.shard, self.offset = name, dtype, shape, shard, offset
-
-    @property
-    def n_elements(self) -> int:
-        return prod(self.shape)
-
-    def raw(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """The bytes of `count` elements from element `first`, uint8."""
-        size = _DTYPE_BYTES[self.dtype]
-        count = self.n_elements - first if count is None else count
-        return self.shard.read(self.offset + first * size, count * size)
-
-    def bytes_2d(self) -> np.ndarray:
-        """The whole of a two-dimensional U8 tensor."""
-        return self.raw().reshape(self.shape)
-
-    def floats(self, first: int = 0, count: int | None = None) -> np.ndarray:
-        """`count` elements from element `first` as float32 `[count]`; exact for the dtypes in `FLOAT_DTYPES`."""
-        raw = self.raw(first, count)
-        if self.dtype == "BF16":
-            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        return raw.view({"F32": "<f4", "F16": "<f2"}[self.dtype]).astype(np.float32, copy=False)
 
 
 class Checkpoint:
-    """All tensors of a model folder: `tensors` maps a name to its `Source`, in the order of file name, then of tensor
-    name.
+    """All tensors of a model: `tensors` maps a name to its `Source`, in the order of file name, then of tensor name.
 
-    The shards are those of `model.safetensors.index.json`; without one, `model.safetensors` or one complete numbered
-    set.
+    The shards are those of `model.safetensors.index.json`, else of the only other index there is; without one,
+    `model.safetensors` or one complete numbered set, in the folder itself or, if it has no such files, in one of its
+    sub-folders.
+
+    `folder` holds the index; `store` has the shards and is the folder itself unless given. `checks` decides whether the
+    first problem ends it or all are gathered.
 
     Raises:
-        ConversionError: a shard is missing, unlisted, truncated or malformed; index and shards disagree; a tensor
-            occurs twice.
+        ConversionError: a shard is missing, unlisted, outside the folder, truncated or malformed; index and shards
+            disagree; a tensor occurs twice.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, store: Store | None = None, checks: Checks | None = None) -> None:
         self.folder = folder
         self.tensors: dict[str, Source] = {}
         self.shards: list[Shard] = []
+        self._store = store if store is not None else LocalStore(folder)
+        self._checks = checks if checks is not None else Checks()
         try:
-            index = folder / INDEX_NAME
-            if os.path.lexists(index):
-                self._open_indexed(index)
-            else:
-                self._open_shards(_shards_without_index(folder))
+            with _without_garbage_collection():
+                index = _find_index(folder)
+                if index is not None:
+                    self._open_indexed(index)
+                else:
+                    self._open_shards(_shards_without_index(folder, self._store.names()))
         except BaseException:
             self.close()
             raise
@@ -103,69 +72,142 @@ class Checkpoint:
         self.close()
 
     def _open_indexed(self, index: Path) -> None:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConversionError(f"{index}: weight_map is missing or empty")
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-                raise ConversionError(f"{index}: tensor {name}: {file!r} is not the name of a file in this folder")
-        files = set(weight_map.values())
-        absent = [file for file in files if not (self.folder / file).is_file()]
-        if absent:
-            raise ConversionError(f"{index}: listed but not in the folder: {listed(absent)}")
-        unlisted = [path.name for path in self.folder.glob("model*.safetensors") if path.name not in files]
-        if unlisted:
-            raise ConversionError(f"{index}: in the folder but not listed: {listed(unlisted)}")
-        self._open_shards(sorted(files))
-        self._compare(index, weight_map)
-
-    def _compare(self, index: Path, weight_map: dict[str, str]) -> None:
-        problems = []
-        if missing := weight_map.keys() - self.tensors.keys():
-            problems.append(f"listed but in no shard: {listed(missing)}")
-        if extra := self.tensors.keys() - weight_map.keys():
-            problems.append(f"in a shard but not listed: {listed(extra)}")
-        moved = [
-            f"{name} (listed in {weight_map[name]}, found in {source.shard.path.name})"
-            for name, source in self.tensors.items()
-            if name in weight_map and weight_map[name] != source.shard.path.name
+        names = _read_index(index)
+        present = set(self._store.names())
+        absent = sorted(names.keys() - present)
+        with self._checks:
+            if absent:
+                raise ConversionError(f"{index}: listed but not in the folder: {listed(absent)}")
+        folders = {str(PurePosixPath(file).parent) for file in names}
+        unlisted = [
+            file
+            for file in present - names.keys()
+            if str(PurePosixPath(file).parent) in folders and PurePosixPath(file).name.startswith("model")
         ]
-        if moved:
-            problems.append(f"in another shard: {listed(moved)}")
-        if problems:
-            raise ConversionError(f"{index} and the shards disagree: " + "; ".join(problems))
+        with self._checks:
+            if unlisted:
+                raise ConversionError(f"{index}: in the folder but not listed: {listed(unlisted)}")
+        self._open_shards(sorted(names.keys() - set(absent)), index, names)
 
-    def _open_shards(self, files: Iterable[str]) -> None:
-        for file in files:
-            shard = LocalShard(file, self.folder / file)
-            self.shards.append(shard)
-            for source in _read_header(shard):
-                if source.name in self.tensors:
-                    other = self.tensors[source.name].shard.path.name
-                    raise ConversionError(f"{self.folder}: tensor {source.name} is in {other} and in {file}")
-                self.tensors[source.name] = source
+    def _open_shards(
+        self, files: Iterable[str], index: Path | None = None, names: dict[str, list[str]] | None = None
+    ) -> None:
+        """Read the headers of `files`; compare the tensors of each with `names`, what the index lists for it."""
+        lost: dict[str, str] = {}  # listed for a file and not in it -> that file
+        extra: dict[str, str] = {}  # in a file and not listed for it -> that file
+        for file, shard, text in self._headers(files):
+            with self._checks:
+                sources = parse_header(shard, text)
+                if names is not None:
+                    _compare(file, names.pop(file), sources, lost, extra)
+                self._add(file, sources)
+        with self._checks:
+            if lost or extra:
+                raise _disagreement(index, lost, extra)
+
+    def _headers(self, files: Iterable[str]) -> Iterator[tuple[str, Shard, bytes]]:
+        """Open shards and read their headers, a few at a time where waiting is most of it."""
+        remaining = iter(files)
+        with ThreadPoolExecutor(self._store.n_parallel) as pool:
+            while batch := list(islice(remaining, self._store.n_parallel)):
+                pending = []
+                for file in batch:
+                    with self._checks:
+                        shard = self._store.open(file)
+                        self.shards.append(shard)
+                        pending.append((file, shard, pool.submit(read_header, shard)))
+                for file, shard, future in pending:
+                    text = None
+                    with self._checks:
+                        text = future.result()
+                    if text is not None:
+                        yield file, shard, text
+
+    def _add(self, file: str, sources: list[Source]) -> None:
+        for source in sources:
+            if source.name in self.tensors:
+                other = self.tensors[source.name].shard.name
+                raise ConversionError(f"{self.folder}: tensor {source.name} is in {other} and in {file}")
+            self.tensors[source.name] = source
 
 
-def _shards_without_index(folder: Path) -> list[str]:
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
+def _find_index(folder: Path) -> Path | None:
+    index = folder / INDEX_NAME
+    if os.path.lexists(index):  # one that leads nowhere is an error, not a missing one
+        return index
+    others = sorted(folder.glob("*.safetensors.index*.json"))
+    if len(others) > 1:
+        raise ConversionError(f"{folder}: several indices and none is {INDEX_NAME}: {listed(p.name for p in others)}")
+    return others[0] if others else None
+
+
+def _read_index(index: Path) -> dict[str, list[str]]:
+    """File -> sorted names of its tensors."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConversionError(f"{index}: weight_map is missing or empty")
+    names: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or (file not in names and not _is_relative_name(file)):
+            raise ConversionError(f"{index}: tensor {name}: {file!r} is not the name of a file in this folder")
+        names.setdefault(file, []).append(name)
+    for of_file in names.values():
+        of_file.sort()
+    return names
+
+
+def _is_relative_name(file: str) -> bool:
+    """Whether a name stays in the folder and is spelled in the one plain way: `shard` or `sub/shard`, no `..`, no `.`,
+    no `//`, no control characters."""
+    parts = file.split("/")
+    return file.isprintable() and "\\" not in file and not any(part in ("", ".", "..") for part in parts)
+
+
+def _compare(file: str, names: list[str], sources: list[Source], lost: dict[str, str], extra: dict[str, str]) -> None:
+    if names == [source.name for source in sources]:  # both are sorted
+        for name, source in zip(names, sources, strict=True):
+            source.name = name  # one string instead of two; a large model has half a million
+        return
+    found = {source.name for source in sources}
+    lost |= dict.fromkeys(set(names) - found, file)
+    extra |= dict.fromkeys(found - set(names), file)
+
+
+def _disagreement(index: Path | None, lost: dict[str, str], extra: dict[str, str]) -> ConversionError:
+    moved = lost.keys() & extra.keys()
+    problems = []
+    if missing := lost.keys() - moved:
+        problems.append(f"listed but in no shard: {listed(missing)}")
+    if unlisted := extra.keys() - moved:
+        problems.append(f"in a shard but not listed: {listed(unlisted)}")
+    if moved:
+        where = listed(f"{name} (listed in {lost[name]}, found in {extra[name]})" for name in moved)
+        problems.append(f"in another shard: {where}")
+    return ConversionError(f"{index} and the shards disagree: " + "; ".join(problems))
+
+
+def _shards_without_index(folder: Path, names: list[str]) -> list[str]:
+    here = [name for name in names if "/" not in name]
     sets: dict[tuple[str, str], dict[int, str]] = {}
-    for name in names:
+    for name in here or names:
         if match := _NUMBERED.fullmatch(name):
             sets.setdefault((match["stem"], match["count"]), {})[int(match["number"])] = name
-    if SINGLE_NAME in names:
-        if sets:
-            raise ConversionError(
-                f"{folder}: {SINGLE_NAME} and numbered shards, and no {INDEX_NAME} that says which to use"
-            )
-        return [SINGLE_NAME]
+        elif PurePosixPath(name).name == SINGLE_NAME:
+            sets[name, ""] = {1: name}
     if not sets:
         raise ConversionError(
             f"{folder}: no {INDEX_NAME}, no {SINGLE_NAME} and no numbered shards; safetensors files are needed"
         )
     if len(sets) > 1:
-        kinds = listed(f"{stem}-…-of-{count}" for stem, count in sets)
+        if (SINGLE_NAME, "") in sets:
+            raise ConversionError(
+                f"{folder}: {SINGLE_NAME} and numbered shards, and no {INDEX_NAME} that says which to use"
+            )
+        kinds = listed(f"{stem}-…-of-{count}" if count else stem for stem, count in sets)
         raise ConversionError(f"{folder}: several sets of shards ({kinds}), and no {INDEX_NAME} that says which to use")
     ((stem, count), shards) = next(iter(sets.items()))
+    if not count:
+        return list(shards.values())
     absent = [n for n in range(1, int(count) + 1) if n not in shards]
     if absent or len(shards) != int(count):
         wanted = listed(f"{stem}-{n:05d}-of-{count}.safetensors" for n in absent)
@@ -173,57 +215,13 @@ def _shards_without_index(folder: Path) -> list[str]:
     return [shards[number] for number in sorted(shards)]
 
 
-def _read_header(shard: Shard) -> list[Source]:
-    """The tensors of a shard, in the order of their names."""
-    path = shard.path
-    size = shard.size()
-    if size < 8:
-        raise ConversionError(f"{path}: {size} bytes, too short for a safetensors file")
-    length = int(shard.read(0, 8).view("<u8")[0])
-    if length > min(_MAX_HEADER, size - 8):
-        raise ConversionError(
-            f"{path}: header of {length} bytes announced, but the file has {size} and {_MAX_HEADER} is the limit"
-        )
-    text = shard.read(8, length).tobytes()
-    shard.header_was_read(text)
-    header = parse_json(text, f"header of {path}")
-    header.pop("__metadata__", None)
-    start = 8 + length
-    entries = [_check_entry(path, name, entry) for name, entry in header.items()]
-    at = 0
-    for begin, end, name, _, _ in sorted(entries, key=lambda entry: entry[:3]):
-        if begin != at:
-            kind = "overlaps the tensor before it" if begin < at else "leaves a gap before it"
-            raise ConversionError(f"{path}: tensor {name} {kind}: it begins at byte {begin} of the data, expected {at}")
-        at = end
-    if start + at != size:
-        kind = "truncated" if start + at > size else "longer than its header says"
-        raise ConversionError(f"{path} is {kind}: {size} bytes, expected {start + at}")
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # experts share a few shapes; half a million tuples would not
-    return [
-        Source(name, dtype, shapes.setdefault(shape, shape), shard, start + begin)
-        for begin, _, name, dtype, shape in sorted(entries, key=lambda entry: entry[2])
-    ]
-
-
-def _check_entry(path: PurePath, name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
-    if not isinstance(entry, dict):
-        raise ConversionError(f"{path}: tensor {name}: the header holds no description of it")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise ConversionError(f"{path}: tensor {name}: unknown dtype {dtype!r}")
-    if not _naturals(shape):
-        raise ConversionError(f"{path}: tensor {name}: impossible shape {shape!r}")
-    if not _naturals(offsets) or len(offsets) != 2:
-        raise ConversionError(f"{path}: tensor {name}: impossible data_offsets {offsets!r}")
-    begin, end = offsets
-    expected = prod(shape) * _DTYPE_BYTES[dtype]
-    if end - begin != expected:
-        raise ConversionError(
-            f"{path}: tensor {name}: {dtype} {shape} takes {expected} bytes, but {end - begin} are announced"
-        )
-    return begin, end, name, dtype, tuple(shape)
-
-
-def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Half a million objects that stay are no garbage: searching them again and again costs a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from hashlib import blake2b
 from pathlib import Path, PurePath
+from typing import Protocol
 
 import numpy as np
 
@@ -45,8 +46,8 @@ class Shard(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def header_was_read(self, header: bytes) -> None:
-        """Remember the digest of the header for `fingerprint`."""
+    def header_was_read(self, header: bytes, ends: np.ndarray) -> None:
+        """Told once: the header's bytes, and where the header and each tensor end in the file, int64 ascending."""
         self._header_digest = blake2b(header, digest_size=16).hexdigest()
 
     def fingerprint(self) -> str:
@@ -94,3 +95,36 @@ class LocalShard(Shard):
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+
+
+class Store(Protocol):
+    """Where the shards of a model are."""
+
+    n_parallel: int  # files to ask for at once while only headers are read
+
+    def names(self) -> list[str]:
+        """The safetensors files, sorted: paths within the model, with `/` between folders."""
+        ...
+
+    def open(self, name: str) -> Shard: ...
+
+
+class LocalStore:
+    """A folder and its sub-folders, apart from hidden ones. Links to files are followed, as a download cache needs;
+    links to folders are not, so nothing outside is taken for a part of the model."""
+
+    n_parallel = 1
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        found = []
+        for folder, folders, files in os.walk(self.folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            paths = (Path(folder, name) for name in files if name.endswith(".safetensors"))
+            found += [path.relative_to(self.folder).as_posix() for path in paths if path.is_file()]
+        return sorted(found)
+
+    def open(self, name: str) -> Shard:
+        return LocalShard(name, self.folder / name)
