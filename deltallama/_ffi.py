@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import errors
+from . import checks, errors
 
 try:
     import deltallama._cdef as _cdef
@@ -85,12 +85,15 @@ def new_struct(name: str, **values: Any) -> Any:
 
 
 def fill(struct: Any, **values: Any) -> Any:
-    """Sets fields of a struct; a value that does not fit is an `ArgumentError` naming the field."""
+    """Sets fields of a struct; a number of another kind, or one that does not fit, is an `ArgumentError`."""
+    kinds = {name: field.type for name, field in ffi.typeof(struct).item.fields}
     for field, value in values.items():
+        if kinds[field].kind == "primitive":
+            value = checks.real(field, value) if kinds[field].cname == "float" else checks.whole(field, value)
         try:
             setattr(struct, field, value)
-        except (TypeError, OverflowError) as error:
-            raise errors.ArgumentError(f"{field}={value!r}: {error}") from None
+        except OverflowError as error:
+            raise errors.ArgumentError(f"{field} is out of range: {checks.brief(value)}: {error}") from None
     return struct
 
 

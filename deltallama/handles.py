@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ._ffi import call, ffi, fill, lib, new_struct, struct_values
+from .checks import brief, choice, function, path_bytes, token_ids
 from .errors import ArgumentError, StateError
+from .interrupt import interruptible
 
 Progress = Callable[[int, int], object]
 """Called with tokens done and tokens in all; a true result stops the computation with CancelledError."""
@@ -35,7 +37,7 @@ def plan(model_path: str | os.PathLike[str], **options: Any) -> tuple[dict[str, 
     """
     params = Params(**options)
     info, memory = new_struct("delta_model_info"), new_struct("delta_memory")
-    call(lib.delta_model_plan(native_path(model_path), params.struct, info, memory))
+    call(lib.delta_model_plan(path_bytes(model_path), params.struct, info, memory))
     params.reraise()
     return struct_values(info), struct_values(memory)
 
@@ -46,20 +48,30 @@ class Params:
     def __init__(
         self,
         *,
+        n_ctx: int = 0,
+        n_threads: int = 0,
+        n_batch: int = 0,
+        n_outputs: int = 0,
         activations: str = "fine",
         cache_type: str = "f16",
         device: str = "cpu",
         checkpoint_bytes: int | None = None,
+        checkpoint_every: int = 0,
         progress: Progress | None = None,
-        **sizes: int,
     ) -> None:
+        if not isinstance(device, str) or "\0" in device:
+            raise ArgumentError(f"device must be the name of a kind of device, got {brief(device)}")
         self.struct = ffi.new("delta_model_params *")
         lib.delta_model_params_init(self.struct)
         self._report = ProgressCallback(progress)
-        self._device = ffi.new("char[]", device.encode())
+        self._device = ffi.new("char[]", device.encode(errors="backslashreplace"))
         fill(
             self.struct,
-            **sizes,
+            n_ctx=n_ctx,
+            n_threads=n_threads,
+            n_batch=n_batch,
+            n_outputs=n_outputs,
+            checkpoint_every=checkpoint_every,
             activations=choice("activations", activations, _ACTIVATIONS),
             cache_type=choice("cache_type", cache_type, _CACHE_TYPES),
             device=self._device,
@@ -77,13 +89,14 @@ class Handles:
     """The native model and its session. Every use holds the lock, so that closing waits for the running call."""
 
     def __init__(self, path: str | os.PathLike[str], params: Params) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None  # the thread that holds the lock
-        self._alive = threading.Lock()  # held for moments only: cancelling cannot wait for the running call
+        # Both can be taken again by their own thread: a signal handler may run while they are held.
+        self._lock = threading.RLock()
+        self._in_use = False
+        self._alive = threading.RLock()  # held for moments only: cancelling cannot wait for the running call
         self._pid = os.getpid()
         self.closed = False
         model, session = ffi.new("delta_model **"), ffi.new("delta_session **")
-        status = lib.delta_model_open(native_path(path), params.struct, model)
+        status = lib.delta_model_open(path_bytes(path), params.struct, model)
         self.model = model[0]  # null after a failure, which closing allows
         try:
             params.reraise()
@@ -117,9 +130,15 @@ class Handles:
 
     def cancel(self) -> None:
         """Cancels the running call, if there is one."""
+        self.check()  # before the lock: a forked child may find it taken by a thread that it does not have
         with self._alive:
             self.check()
             lib.delta_model_cancel(self.model)
+
+    def compute(self, work: Callable[[], int]) -> None:
+        """Calls the library for a computation of several steps, which Ctrl-C ends at the next step."""
+        with self.use():
+            interruptible(lambda: call(work()), lambda: lib.delta_model_cancel(self.model))
 
     def close(self) -> None:
         """Frees the model once the running call has ended; nothing happens when closed already, or after a fork."""
@@ -133,14 +152,14 @@ class Handles:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        if self._owner == threading.get_ident():
-            raise StateError("the model is computing: a progress function or signal handler can only cancel it")
         with self._lock:
-            self._owner = threading.get_ident()
+            if self._in_use:  # by this very thread
+                raise StateError("the model is computing: a progress function or signal handler can only cancel it")
             try:
+                self._in_use = True
                 yield
             finally:
-                self._owner = None
+                self._in_use = False
 
 
 class ProgressCallback:
@@ -150,11 +169,12 @@ class ProgressCallback:
     `stopped` is asked as well, whether to stop.
     """
 
-    def __init__(self, function: Progress | None, stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, progress: Progress | None, stopped: Callable[[], bool] = lambda: False) -> None:
         self._error: BaseException | None = None
+        function("progress", progress)
 
         def report(done: int, total: int, user: Any) -> int:
-            return 1 if (function is not None and function(done, total)) or stopped() else 0
+            return 1 if (progress is not None and progress(done, total)) or stopped() else 0
 
         def failed(kind: Any, error: BaseException, traceback: Any) -> None:
             self._error = error
@@ -167,21 +187,10 @@ class ProgressCallback:
             raise error
 
 
-def native_path(path: str | os.PathLike[str]) -> bytes:
-    encoded = os.fsencode(path)
-    if b"\0" in encoded:
-        raise ArgumentError(f"a path cannot contain a zero byte: {path!r}")
-    return encoded
-
-
 def native_ids(tokens: Sequence[int]) -> Any:
+    """Token ids as `int32_t[]`."""
+    ids = token_ids(tokens)
     try:
-        return ffi.new("int32_t[]", [int(token) for token in tokens])
-    except (TypeError, ValueError, OverflowError) as error:
+        return ffi.new("int32_t[]", ids)
+    except OverflowError as error:
         raise ArgumentError(f"tokens must be ids: {error}") from None
-
-
-def choice(name: str, value: str, choices: Mapping[str, int]) -> int:
-    if value not in choices:
-        raise ArgumentError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    return choices[value]

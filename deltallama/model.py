@@ -16,10 +16,12 @@ from gguf_ext import GGUFError, GGUFReader
 from ._ffi import call, ffi, lib, new_struct, struct_values
 from .chat import get_format
 from .chat.messages import Channel, Message, check_complete
+from .checks import choice, flag, function, path_bytes, token_ids, whole
 from .errors import ArgumentError, CancelledError, ContextFullError, FormatError, StateError
-from .handles import Handles, Params, Progress, ProgressCallback, choice, native_ids, native_path
+from .files import OpenFiles
+from .handles import Handles, Params, Progress, ProgressCallback, native_ids
 from .results import Completion, Delta, FinishReason, Reply, Stream, Usage, drain
-from .sampling import Sampler, SamplingOptions
+from .sampling import Sampler, SamplingOptions, check_seed
 from .streaming import TextStream
 from .tokenizer import Tokenizer
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["Llama", "SyncResult", "TopToken"]
+
+Stop = str | Sequence[str] | None
+"""Texts that end a generation where they begin."""
 
 _LOGITS = {"none": lib.DELTA_LOGITS_NONE, "last": lib.DELTA_LOGITS_LAST, "all": lib.DELTA_LOGITS_ALL}
 _VOCABULARY_KEYS = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges", "scores"))
@@ -107,11 +112,12 @@ class Llama:
             cache_type=cache_type, device=device, checkpoint_bytes=checkpoint_bytes, checkpoint_every=checkpoint_every,
             progress=progress,
         )  # fmt: skip
-        fields = _read_fields(model_path)
+        self.seed = check_seed(seed)
+        path = os.fsdecode(path_bytes(model_path))
+        fields, self._files = _read_fields(path)
         self.tokenizer = Tokenizer(fields)
         self.metadata: dict[str, Any] = {key: value for key, value in fields.items() if key not in _VOCABULARY_KEYS}
-        self.seed = seed
-        self._handles = Handles(model_path, params)
+        self._handles = Handles(path, params)
         self._turn = threading.Lock()  # who may move the timeline; held by a stream over its whole life
         self._turn_thread: int | None = None
         self._cancelled = False
@@ -131,13 +137,13 @@ class Llama:
 
     @overload
     def generate(
-        self, prompt: str | bytes | Sequence[int], *, max_tokens: int | None = ..., stop: str | Sequence[str] = ...,
+        self, prompt: str | bytes | Sequence[int], *, max_tokens: int | None = ..., stop: Stop = ...,
         stream: Literal[False] = ..., progress: Progress | None = ..., **sampling: Unpack[SamplingOptions],
     ) -> Completion: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompt: str | bytes | Sequence[int], *, max_tokens: int | None = ..., stop: str | Sequence[str] = ...,
+        self, prompt: str | bytes | Sequence[int], *, max_tokens: int | None = ..., stop: Stop = ...,
         stream: Literal[True], progress: Progress | None = ..., **sampling: Unpack[SamplingOptions],
     ) -> Stream[str, Completion]: ...  # fmt: skip
 
@@ -146,7 +152,7 @@ class Llama:
         prompt: str | bytes | Sequence[int],
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: Stop = None,
         stream: bool = False,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -155,7 +161,7 @@ class Llama:
 
         Args:
             max_tokens: None: until the model ends the text or the context is full.
-            stop: the text ends before the first of these.
+            stop: the text ends before the first of these; None: no such text.
             stream: return a `Stream` of pieces of text.
             progress: see `Progress`; called while the prompt is computed.
             sampling: see `SamplingOptions`.
@@ -167,20 +173,20 @@ class Llama:
         """
         tokens = self._prompt(prompt)
         run = _Run(self, tokens, max_tokens, Sampler(sampling, self.seed), progress)
-        pieces = self._complete(run, TextStream(_stop_list(stop)))
+        pieces = self._complete(run, TextStream(stop))
         return Stream(pieces) if stream else drain(pieces)
 
     @overload
     def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = ..., thinking: bool = ...,
-        thinking_effort: str | None = ..., max_tokens: int | None = ..., stop: str | Sequence[str] = ...,
+        thinking_effort: str | None = ..., max_tokens: int | None = ..., stop: Stop = ...,
         stream: Literal[False] = ..., progress: Progress | None = ..., **sampling: Unpack[SamplingOptions],
     ) -> Reply: ...  # fmt: skip
 
     @overload
     def chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = ..., thinking: bool = ...,
-        thinking_effort: str | None = ..., max_tokens: int | None = ..., stop: str | Sequence[str] = ...,
+        thinking_effort: str | None = ..., max_tokens: int | None = ..., stop: Stop = ...,
         stream: Literal[True], progress: Progress | None = ..., **sampling: Unpack[SamplingOptions],
     ) -> Stream[Delta, Reply]: ...  # fmt: skip
 
@@ -192,7 +198,7 @@ class Llama:
         thinking: bool = True,
         thinking_effort: str | None = "max",
         max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: Stop = None,
         stream: bool = False,
         progress: Progress | None = None,
         **sampling: Unpack[SamplingOptions],
@@ -214,11 +220,12 @@ class Llama:
         """
         chat_format = self._chat_format()
         check_complete(messages)
+        flag("thinking", thinking)
         segments = chat_format.segments(messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort)
         tokens = self.tokenizer.encode_segments(segments)
         run = _Run(self, tokens, max_tokens, Sampler(sampling, self.seed), progress)
         parser = chat_format.ReplyParser(self.tokenizer, thinking)
-        pieces = self._reply(run, parser, _stop_list(stop))
+        pieces = self._reply(run, parser, TextStream(stop))
         return Stream(pieces) if stream else drain(pieces)
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
@@ -251,6 +258,7 @@ class Llama:
         Raises:
             StateError: that row was not kept.
         """
+        row = whole("row", row, -(2**63), 2**63 - 1)
         with self._handles.use():
             pointer, n_vocab = ffi.new("float **"), ffi.new("uint32_t *")
             call(lib.delta_session_logits(self._handles.session, row, pointer, n_vocab))
@@ -264,8 +272,7 @@ class Llama:
 
     def top(self, n: int = 10, row: int = -1) -> list[TopToken]:
         """The `n` best next tokens after a kept row, best first."""
-        if not 0 < n <= self.n_vocab:
-            raise ArgumentError(f"n must be 1 to {self.n_vocab}, got {n}")
+        n, row = whole("n", n, 1, self.n_vocab), whole("row", row, -(2**63), 2**63 - 1)
         with self._handles.use():
             best = ffi.new("delta_top_token[]", n)
             call(lib.delta_session_top(self._handles.session, row, best, n))
@@ -278,8 +285,9 @@ class Llama:
 
     def is_stop(self, token: int) -> bool:
         """Whether generation ends at this token."""
+        token = whole("token", token)
         with self._handles.use():
-            return bool(lib.delta_model_is_stop(self._handles.model, token))
+            return 0 <= token < self.n_vocab and bool(lib.delta_model_is_stop(self._handles.model, token))
 
     @property
     def tokens(self) -> list[int]:
@@ -326,20 +334,20 @@ class Llama:
 
     def truncate(self, length: int) -> None:
         """Shortens the timeline to its first `length` tokens."""
-        if length < 0:
-            raise ArgumentError(f"length must not be negative, got {length}")
-        with self._take_turn(), self._handles.use():
-            call(lib.delta_session_truncate(self._handles.session, length))
+        length = whole("length", length, 0, 2**64 - 1)
+        with self._take_turn():
+            self._files.check()
+            self._handles.compute(lambda: lib.delta_session_truncate(self._handles.session, length))
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Writes the timeline and its state to a file, complete or not at all."""
         with self._take_turn(), self._handles.use():
-            call(lib.delta_session_save(self._handles.session, native_path(path)))
+            call(lib.delta_session_save(self._handles.session, path_bytes(path)))
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
         """Restores what `save_state` wrote with the same model; anything else is refused and changes nothing."""
         with self._take_turn(), self._handles.use():
-            call(lib.delta_session_load(self._handles.session, native_path(path)))
+            call(lib.delta_session_load(self._handles.session, path_bytes(path)))
 
     def cancel(self) -> None:
         """Makes the running call raise CancelledError at its next step; from any thread. Does nothing without one."""
@@ -378,7 +386,7 @@ class Llama:
         return get_format(self.architecture)
 
     def _prompt(self, prompt: str | bytes | Sequence[int]) -> list[int]:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str | bytes) else list(prompt)
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str | bytes) else token_ids(prompt)
         if not tokens:
             raise ArgumentError("the prompt is empty: give at least one token")
         return tokens
@@ -389,8 +397,8 @@ class Llama:
         if self._turn_thread == threading.get_ident():
             raise StateError("a stream on this model is still open in this thread: exhaust or close it first")
         with self._turn:
-            self._turn_thread, self._cancelled = threading.get_ident(), False
             try:
+                self._turn_thread, self._cancelled = threading.get_ident(), False
                 yield
             finally:
                 self._turn_thread = None
@@ -399,6 +407,7 @@ class Llama:
         result = new_struct("delta_sync_result")
         report = ProgressCallback(progress, lambda: self._cancelled)
         ids = native_ids(tokens)
+        self._files.check()
         with self._handles.use():
             status = lib.delta_session_sync(self._handles.session, ids, len(ids), report.function, ffi.NULL, result)
         report.reraise()
@@ -408,7 +417,11 @@ class Llama:
     def _eval(self, tokens: Sequence[int], logits: str) -> None:
         mode = choice("logits", logits, _LOGITS)
         ids = native_ids(tokens)
-        with self._handles.use():
+        self._files.check()
+        if len(ids) > 1:
+            self._handles.compute(lambda: lib.delta_session_eval(self._handles.session, ids, len(ids), mode))
+            return
+        with self._handles.use():  # one step, which has no border to stop at: no need for a thread
             call(lib.delta_session_eval(self._handles.session, ids, len(ids), mode))
 
     def _sample(self, sampler: Sampler) -> int:
@@ -431,8 +444,8 @@ class Llama:
             yield piece
         return Completion("".join(pieces), run.tokens, run.finish_reason, run.sampler.seed, run.usage)
 
-    def _reply(self, run: _Run, parser: Any, stop: Sequence[str]) -> Generator[Delta, None, Reply]:
-        streams = {"reasoning": TextStream(), "content": TextStream(stop)}
+    def _reply(self, run: _Run, parser: Any, content: TextStream) -> Generator[Delta, None, Reply]:
+        streams = {"reasoning": TextStream(), "content": content}
         texts: dict[Channel, list[str]] = {"reasoning": [], "content": []}
 
         def show(channel: Channel, piece: str) -> Iterator[Delta]:
@@ -455,8 +468,8 @@ class Llama:
             for index, (name, arguments) in enumerate(parser.tool_calls, start=1)
         ]
         reason: FinishReason = "tool_calls" if calls and run.finish_reason == "stop" else run.finish_reason
-        content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
-        return Reply(content, reasoning, calls, run.tokens, reason, run.sampler.seed, run.usage)
+        answer, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
+        return Reply(answer, reasoning, calls, run.tokens, reason, run.sampler.seed, run.usage)
 
 
 class _Run:
@@ -465,10 +478,9 @@ class _Run:
     def __init__(
         self, llm: Llama, prompt: Sequence[int], max_tokens: int | None, sampler: Sampler, progress: Progress | None
     ) -> None:
-        if max_tokens is not None and max_tokens < 0:
-            raise ArgumentError(f"max_tokens must not be negative, got {max_tokens}")
-        self.llm, self.prompt, self.max_tokens = llm, prompt, max_tokens
-        self.sampler, self.progress = sampler, progress
+        self.llm, self.prompt = llm, prompt
+        self.max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
+        self.sampler, self.progress = sampler, function("progress", progress)
         self.tokens: list[int] = []
         self.finish_reason: FinishReason = "length"
         self.n_cached = 0
@@ -506,14 +518,10 @@ class _Run:
                     return
 
 
-def _read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _read_fields(path: str) -> tuple[dict[str, Any], OpenFiles]:
+    """The metadata, and the files it comes from."""
     try:
-        with GGUFReader(os.fspath(path)) as reader:
-            fields: dict[str, Any] = reader.fields
-            return fields
+        with GGUFReader(path) as reader:
+            return reader.fields, OpenFiles(reader.paths)
     except GGUFError as error:
         raise FormatError(str(error)) from None
-
-
-def _stop_list(stop: str | Sequence[str]) -> list[str]:
-    return [stop] if isinstance(stop, str) else list(stop)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from ._ffi import ffi, fill, lib, struct_values
+from .checks import brief, real, whole
 from .errors import ArgumentError
 
 
@@ -54,6 +55,11 @@ def default_options() -> dict[str, float | int]:
     return {name: fields[name] for name in SamplingOptions.__annotations__ if name in fields and name not in _OWN}
 
 
+def check_seed(seed: int | None) -> int | None:
+    """The seed, if it is one."""
+    return None if seed is None else whole("seed", seed, 0, 2**64 - 1)
+
+
 class Sampler:
     """Checked options in the library's form.
 
@@ -78,13 +84,17 @@ class Sampler:
                     f"unexpected keyword argument {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
                 )
         seed = values.pop("seed", None)
-        seed = default_seed if seed is None else seed
+        seed = check_seed(default_seed if seed is None else seed)
         self.seed = secrets.randbits(63) if seed is None else seed
-        bias = values.pop("logit_bias", None) or {}
+        bias = values.pop("logit_bias", None)
+        bias = {} if bias is None else bias
+        if not isinstance(bias, Mapping):
+            raise ArgumentError(f"logit_bias maps token ids to numbers, got {brief(bias)}")
+        items = [(whole("a token of logit_bias", t), real(f"logit_bias of {brief(t)}", x)) for t, x in bias.items()]
         try:
-            self._bias = ffi.new("delta_token_bias[]", [(int(token), float(value)) for token, value in bias.items()])
-        except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise ArgumentError(f"logit_bias maps token ids to numbers, got {bias!r}: {error}") from None
+            self._bias = ffi.new("delta_token_bias[]", items)
+        except OverflowError as error:
+            raise ArgumentError(f"logit_bias maps token ids to numbers: {error}") from None
         self.params = ffi.new("delta_sampling_params *")
         lib.delta_sampling_params_init(self.params)
         fill(self.params, **values, seed=self.seed, n_logit_bias=len(self._bias))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from .errors import ArgumentError
+from .checks import texts
 
 
 class TextStream:
@@ -19,10 +19,8 @@ class TextStream:
         stopped: the stop string that ended the text, or None.
     """
 
-    def __init__(self, stop: Sequence[str] = ()) -> None:
-        if any(not isinstance(text, str) or not text for text in stop):
-            raise ArgumentError(f"stop strings must be non-empty str, got {list(stop)!r}")
-        self._stop = list(stop)
+    def __init__(self, stop: str | Sequence[str] | None = ()) -> None:
+        self._stop = texts("stop", stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stopped: str | None = None

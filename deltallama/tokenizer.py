@@ -12,6 +12,7 @@ from typing import Any
 
 import tiktoken
 
+from .checks import brief, token_ids, whole
 from .errors import ArgumentError, FormatError, UnsupportedError
 
 # Letters that may begin, and that may continue, a word. Lm, Lo and marks are in both; Han is cut out of both.
@@ -131,13 +132,14 @@ class Tokenizer:
         Raises:
             ArgumentError: no such token.
         """
+        token = whole("token", token)
         if not 0 <= token < self.n_vocab:
-            raise ArgumentError(f"token {token} is outside the vocabulary of {self.n_vocab}")
+            raise ArgumentError(f"token {brief(token)} is outside the vocabulary of {self.n_vocab}")
         return b"" if token in self._hidden and not special else self._pieces[token]
 
     def decode_bytes(self, tokens: Sequence[int], special: bool = False) -> bytes:
         """The bytes of tokens; may begin or end inside a UTF-8 character."""
-        return b"".join(self.piece(token, special) for token in tokens)
+        return b"".join(self.piece(token, special) for token in token_ids(tokens))
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         """The text of tokens.

@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # The matrices here are small: threads of the linear algebra library cost more than they give, most of all on a busy
 # machine. It reads these once, when numpy is imported.
@@ -20,6 +20,9 @@ import conversion  # noqa: E402
 import tiny  # noqa: E402
 from engine import Engine  # noqa: E402
 from timelines import Fresh  # noqa: E402
+
+if TYPE_CHECKING:
+    from deltallama import Llama
 
 SEED_VARIABLE = "DELTALLAMA_TEST_SEED"
 
@@ -75,6 +78,28 @@ def mini(request: pytest.FixtureRequest, golden: Path, gguf: Callable[..., Path]
 @pytest.fixture
 def k3_mini(golden: Path, gguf: Callable[..., Path]) -> Path:
     return gguf(golden / "k3-mini")
+
+
+@pytest.fixture(scope="session")
+def k3_path(tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path]) -> Path:
+    """The F32 file of the tiny Kimi-K3 checkpoint."""
+    return gguf(tiny_checkpoint("k3"))
+
+
+@pytest.fixture(scope="module")
+def opened_llm(k3_path: Path) -> Iterator[Llama]:
+    """One opened model per file of tests; use it through ``llm``."""
+    from deltallama import Llama  # not above: most tests do without the binding
+
+    with Llama(k3_path, n_ctx=1024) as model:
+        yield model
+
+
+@pytest.fixture
+def llm(opened_llm: Llama) -> Llama:
+    """The tiny Kimi-K3 model, with an empty timeline of 1024 positions."""
+    opened_llm.reset()
+    return opened_llm
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,6 @@ from deltallama import (
 from deltallama.streaming import TextStream
 
 PROMPT = [5, 66, 97, 104, 300]
-
-
-@pytest.fixture(scope="module")
-def k3_path(tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path]) -> Path:
-    return gguf(tiny_checkpoint("k3"))
-
-
-@pytest.fixture(scope="module")
-def opened(k3_path: Path) -> Iterator[Llama]:
-    with Llama(k3_path, n_ctx=1024) as model:
-        yield model
-
-
-@pytest.fixture
-def llm(opened: Llama) -> Llama:
-    opened.reset()
-    return opened
 
 
 def greedy(llm: Llama, prompt: list[int], n: int) -> list[int]:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,27 +23,10 @@ import pytest
 
 import deltallama
 from deltallama import CancelledError, Completion, FormatError, Llama, StateError
-from deltallama._ffi import ffi
+from deltallama._ffi import ffi, lib
 
 PROMPT = [5, 66, 97, 104, 300]
 USER = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture(scope="module")
-def k3_path(tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path]) -> Path:
-    return gguf(tiny_checkpoint("k3"))
-
-
-@pytest.fixture(scope="module")
-def opened(k3_path: Path) -> Iterator[Llama]:
-    with Llama(k3_path, n_ctx=1024) as model:
-        yield model
-
-
-@pytest.fixture
-def llm(opened: Llama) -> Llama:
-    opened.reset()
-    return opened
 
 
 # -- stopping ----------------------------------------------------------------------------------------------------------
@@ -153,6 +137,98 @@ def test_ctrl_c_interrupts_a_prompt(slow: Llama) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert slow.generate(PROMPT, max_tokens=3).tokens
+
+
+class InterruptLater:
+    """Sends Ctrl-C once a call of the library, and not a line of Python, is what runs: after its first steps."""
+
+    def __init__(self, model: Llama, times: int = 1) -> None:
+        session = model._handles.session
+        before = lib.delta_session_length(session)
+
+        def work() -> None:
+            while lib.delta_session_length(session) in (before, before + 1):
+                time.sleep(0.0005)
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        self._thread = threading.Thread(target=work)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._thread.join()
+
+
+@pytest.mark.parametrize("times", [1, 20])
+def test_ctrl_c_interrupts_an_evaluation(slow: Llama, times: int) -> None:
+    slow.reset()
+    slow.eval(PROMPT)
+    with pytest.raises(KeyboardInterrupt), InterruptLater(slow, times):
+        slow.eval(LONG)
+    done = slow.tokens
+    assert len(PROMPT) < len(done) < len(PROMPT) + len(LONG) and done == [*PROMPT, *LONG][: len(done)]
+    slow.eval([9, 10])  # what is there can be continued, and is what it says it is
+    logits = slow.logits()
+    slow.reset()
+    slow.eval([*done, 9, 10])
+    assert np.array_equal(slow.logits(), logits)
+
+
+def test_ctrl_c_interrupts_shortening(k3_path: Path) -> None:
+    """Without checkpoints, going back computes everything before again."""
+    with Llama(k3_path, n_ctx=4096, n_batch=1, checkpoint_bytes=0) as model:
+        model.eval(LONG)
+        with pytest.raises(KeyboardInterrupt), InterruptLater(model):
+            model.truncate(3900)
+        assert 0 < model.n_tokens < 3900
+        model.reset()
+        assert model.generate(PROMPT, max_tokens=3).tokens
+
+
+def test_an_evaluation_in_another_thread_ends_with_cancel(slow: Llama) -> None:
+    slow.reset()
+    outcome: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            slow.eval(LONG)
+        except CancelledError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        slow.cancel()
+    assert len(outcome) == 1 and slow.n_tokens < len(LONG)
+
+
+def test_a_signal_handler_can_cancel_and_nothing_else(slow: Llama) -> None:
+    refused: list[str] = []
+
+    def handler(*_: object) -> None:
+        for attempt in (slow.reset, slow.close, lambda: slow.n_tokens, lambda: slow.generate([1])):
+            with contextlib.suppress(StateError):
+                attempt()
+                refused.append("not refused")
+        slow.cancel()
+
+    slow.reset()
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(CancelledError), InterruptLater(slow):
+            slow.eval(LONG)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert not refused and not slow.closed and slow.generate(PROMPT, max_tokens=3).tokens
+
+
+def test_errors_of_an_evaluation_arrive(llm: Llama) -> None:
+    for tokens, error in (([5, 10**6], deltallama.ArgumentError), ([5] * 2000, deltallama.ContextFullError)):
+        with pytest.raises(error, match="tokens?"):
+            llm.eval(tokens)
+    assert llm.tokens == []
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
@@ -305,6 +381,50 @@ def test_files_that_cannot_be_opened(tmp_path: Path, k3_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) - 100])
     with pytest.raises(FormatError, match="cut.gguf"):
         Llama(tmp_path / "cut.gguf")
+
+
+CHANGES = {
+    "cut": "os.truncate(path, os.path.getsize(path) // 2)",
+    "grown": "open(path, 'ab').write(b'x')",
+    "written over": "data = open(path, 'rb').read(); time.sleep(0.02); open(path, 'r+b').write(data)",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_while_it_is_open_is_an_error(k3_path: Path, tmp_path: Path, change: str) -> None:
+    """In a process of its own: where the check fails, reading the map of a file cut short ends the process."""
+    shutil.copy(k3_path, tmp_path / "m.gguf")
+    code = f"""
+import os, sys, time
+from deltallama import Llama, StateError
+path = sys.argv[1]
+with Llama(path, n_ctx=64) as llm:
+    os.chdir("/")
+    llm.generate([5, 66], max_tokens=2)
+    {CHANGES[change]}
+    for attempt in (lambda: llm.generate([5, 66, 7], max_tokens=2), lambda: llm.eval([5]), lambda: llm.truncate(1)):
+        try:
+            attempt()
+        except StateError as error:
+            print(error)
+"""
+    result = run_python(code, tmp_path / "m.gguf")
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3 and all("m.gguf was changed after it was opened" in line for line in lines)
+    assert ("bytes then" in lines[0]) == (change != "written over")
+
+
+def test_a_file_that_is_replaced_or_removed_lives_on(k3_path: Path, tmp_path: Path) -> None:
+    path, other = tmp_path / "m.gguf", tmp_path / "other"
+    shutil.copy(k3_path, path)
+    with Llama(path, n_ctx=64) as model:
+        expected = model.generate(PROMPT, max_tokens=3, temperature=0)
+        other.write_text("not a model")
+        os.replace(other, path)
+        assert model.generate(PROMPT, max_tokens=3, temperature=0) == expected
+        path.unlink()
+        assert model.generate(PROMPT, max_tokens=3, temperature=0) == expected
 
 
 def test_wrong_opening_options_are_refused(k3_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deltallama import ArgumentError, Tokenizer, UnsupportedError
 from deltallama.chat import FORMATS, get_format, kimi_k3, kimi_linear
+from deltallama.chat.messages import check_complete
 from gguf_ext import GGUFReader
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden" / "chat.jsonl").read_text().splitlines()]
@@ -111,6 +112,94 @@ def test_what_cannot_be_written_is_refused(messages: Any, options: dict[str, Any
         kimi_k3.segments(messages, **options)
 
 
+def deep(n: int = 100_000) -> list[Any]:
+    """A list in a list in a list."""
+    value: list[Any] = []
+    for _ in range(n):
+        value = [value]
+    return value
+
+
+def call(arguments: Any, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}, **more}]}]
+
+
+CIRCLE: dict[str, Any] = {}
+CIRCLE["me"] = CIRCLE
+NOT_IN_JSON: list[Any] = [{1, 2}, b"x", object(), CIRCLE, deep(), {(1, 2): 3}, 10**5000]
+
+
+@pytest.mark.parametrize("value", NOT_IN_JSON, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("chat", [kimi_k3, kimi_linear])
+def test_what_json_does_not_have_is_refused(chat: Any, value: Any) -> None:
+    with pytest.raises(ArgumentError, match="JSON"):
+        chat.segments(call({"x": value}))
+    with pytest.raises(ArgumentError, match="JSON"):
+        chat.segments([], tools=[{"x": value}])
+
+
+def test_json_nested_without_end_is_refused() -> None:
+    for text in ("[" * 100_000, '{"a":' * 100_000, '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"):
+        with pytest.raises(ArgumentError, match="nested too deeply"):
+            kimi_k3.segments(call(text))
+    schema = {"type": "json_schema", "json_schema": {"schema": {"x": deep()}}}
+    with pytest.raises(ArgumentError, match="nested too deeply"):
+        kimi_k3.segments([], response_format=schema)
+    with pytest.raises(ArgumentError, match="JSON"):  # NaN is none
+        kimi_k3.segments([], tools=[{"x": float("nan")}])
+
+
+WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"role": "assistant", "reasoning_content": 5}, "message 1: reasoning_content must be text, got 5"),
+    ({"role": "assistant", "reasoning": ["x"]}, "message 1: reasoning must be text"),
+    ({"role": "user", "name": {"x": 1}}, "message 1: name must be text"),
+    ({"role": "user", "content": b"Hi"}, "message 1: content must be text"),
+    ({"role": "user", "content": [{"type": deep()}]}, "message 1: content part"),
+    ({"role": "assistant", "tool_calls": 5}, "message 1: tool_calls must be a list, got 5"),
+    ({"role": "assistant", "tool_calls": "f"}, "message 1: tool_calls must be a list, got 'f'"),
+    ({"role": "assistant", "tool_calls": [deep()]}, "a tool call needs a function name"),
+    ({"role": "assistant", "tool_calls": [{"id": [1], "function": {"name": "f"}}]}, r"message 1: id must be text"),
+    ({"role": "tool", "tool_call_id": {}, "content": "x"}, "message 1: tool_call_id must be text"),
+    ({"role": "tool", "tool": 5, "content": "x"}, "message 1: tool must be text"),
+    ({"role": "system", "tools": "f"}, "message 1: tools must be a list"),
+    ({"role": ["user"]}, "message 1: expected a dict with a role"),
+    (deep(), "message 1: expected a dict with a role"),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize("chat", [kimi_k3, kimi_linear])
+@pytest.mark.parametrize(("message", "error"), WRONG_FIELDS, ids=[error for _, error in WRONG_FIELDS])
+def test_fields_of_a_wrong_type_are_refused(chat: Any, message: dict[str, Any], error: str) -> None:
+    with pytest.raises(ArgumentError, match=error):
+        chat.segments([{"role": "user", "content": "Hi"}, message])
+
+
+@pytest.mark.parametrize("tools", [5, "f", {"type": "function"}, ["f"], [None], b"f"], ids=repr)
+@pytest.mark.parametrize("chat", [kimi_k3, kimi_linear])
+def test_tools_of_a_wrong_type_are_refused(chat: Any, tools: Any) -> None:
+    with pytest.raises(ArgumentError, match="tools"):
+        chat.segments([], tools=tools)
+    if chat is kimi_k3:
+        with pytest.raises(ArgumentError, match="response_format must be a dict"):
+            chat.segments([], response_format=tools if not isinstance(tools, dict) else "json_object")
+
+
+def test_results_of_calls_that_were_not_made_are_refused() -> None:
+    """The format itself gives such a result to the call at its position (as the model's own encoder does)."""
+    made = [*call({}, id="a")[:1], {"role": "tool", "tool_call_id": "a", "content": "1"}]
+    wrong = [made[0], {"role": "tool", "tool_call_id": "b", "content": "1"}]
+    check_complete(made)
+    with pytest.raises(ArgumentError, match="message 1: a tool result for call 'b', but .* are: 'a'"):
+        check_complete(wrong)
+    assert 'tool="f" index="1"' in text_of(kimi_k3.segments(wrong))
+    with pytest.raises(ArgumentError, match="are: none"):
+        check_complete([*made, {"role": "assistant", "content": "x"}, made[1]])  # the calls were of an earlier turn
+    check_complete([made[0], {**wrong[1], "name": "f"}])  # it names its tool
+    check_complete([call({})[0], wrong[1]])  # the call has no id, so the position says which
+    with pytest.raises(ArgumentError, match="messages is empty"):
+        check_complete([])
+
+
 # -- Kimi-K3: the reply ------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +259,23 @@ def test_replies_with_calls(k3: Tokenizer) -> None:
     reasoning, content, calls = parse(k3, reply)
     assert (reasoning, content) == ("t", "")
     assert calls == [("f", '{"city": " 12 ", "n": 2, "a\\"": "[1, 2"}'), ("g", "not json"), ("h", "{}")]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" * 900 + "]" * 900, "NaN", "-Infinity", "[1, NaN]", "9" * 5000])
+def test_arguments_that_are_no_json_come_as_text(k3: Tokenizer, text: str) -> None:
+    """Whatever the model says, a reply is made of it, and `arguments` is JSON that others can read."""
+    parser = kimi_k3.ReplyParser(k3, thinking=False)
+    reply = '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="x" type="number"<|sep|>'
+    for piece in (reply, text, "<|close|>argument<|sep|><|close|>call<|sep|>"):
+        for token in k3.encode(piece, special=True):
+            parser.push(token)
+    [(name, arguments)] = parser.tool_calls
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    found = json.loads(arguments, parse_constant=refuse)["x"]
+    assert name == "f" and (found == text or text.startswith("[[") and json.dumps(found).replace(" ", "") == text)
 
 
 TEXTS = st.text(alphabet=st.sampled_from('ab <|>"&\n{}[]:,1éあ'), max_size=12)

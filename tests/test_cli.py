@@ -19,9 +19,9 @@ from deltallama.cli import main
 GREEDY = ["--temperature", "0"]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path]) -> str:
-    return str(gguf(tiny_checkpoint("k3")))
+@pytest.fixture
+def model(k3_path: Path) -> str:
+    return str(k3_path)
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

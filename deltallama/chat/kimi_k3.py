@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..checks import brief
 from ..errors import ArgumentError
 from .messages import (
     Channel,
@@ -16,9 +16,11 @@ from .messages import (
     Vocabulary,
     call_function,
     check_messages,
+    check_tools,
     compact_json,
     content_parts,
     is_image,
+    read_json,
     spaced_json,
 )
 
@@ -134,10 +136,13 @@ def segments(
         ArgumentError: a value that the format does not have; a message, call or result that cannot be written.
     """
     messages = check_messages(messages)
+    check_tools(tools)
     if thinking_effort is not None and thinking_effort not in EFFORTS:
-        raise ArgumentError(f"thinking_effort must be one of {', '.join(EFFORTS)} or None, got {thinking_effort!r}")
+        raise ArgumentError(
+            f"thinking_effort must be one of {', '.join(EFFORTS)} or None, got {brief(thinking_effort)}"
+        )
     if tool_choice is not None and tool_choice not in TOOL_CHOICES:
-        raise ArgumentError(f"tool_choice must be one of {', '.join(TOOL_CHOICES)} or None, got {tool_choice!r}")
+        raise ArgumentError(f"tool_choice must be one of {', '.join(TOOL_CHOICES)} or None, got {brief(tool_choice)}")
     writer = _Writer(image_prompts)
     if tools:
         writer.internal("tool-declare", _TOOLS.format(compact_json(tools)))
@@ -204,7 +209,9 @@ def _write_arguments(writer: _Writer, tool: str, arguments: Any) -> None:
         if not arguments:
             return
         try:
-            parsed = json.loads(arguments)
+            parsed = read_json(arguments)
+        except ArgumentError:
+            raise
         except ValueError:
             writer.element("json", arguments, [("type", "object")])
             return
@@ -212,7 +219,7 @@ def _write_arguments(writer: _Writer, tool: str, arguments: Any) -> None:
     if arguments is None:
         return
     if not isinstance(arguments, Mapping):
-        raise ArgumentError(f"arguments of a call of {tool!r} must be an object, got {arguments!r}")
+        raise ArgumentError(f"arguments of a call of {tool!r} must be an object, got {brief(arguments)}")
     for key, value in arguments.items():
         kind, text = _typed(value)
         writer.element("argument", text, [("key", str(key)), ("type", kind)])
@@ -261,11 +268,13 @@ def _match_results(run: Sequence[Message], calls: Sequence[Any], position: int) 
 def _write_response_format(
     writer: _Writer, response_format: Mapping[str, Any] | None, schema: Mapping[str, Any] | None
 ) -> None:
+    if not isinstance(response_format, Mapping | None):
+        raise ArgumentError(f"response_format must be a dict, got {brief(response_format)}")
     kind = (response_format or {}).get("type", "text")
     if response_format is None or kind == "text":
         return
     if kind not in ("json_object", "json_schema"):
-        raise ArgumentError(f"response_format type must be text, json_object or json_schema, got {kind!r}")
+        raise ArgumentError(f"response_format type must be text, json_object or json_schema, got {brief(kind)}")
     body = _RESPONSE_FORMAT.format(kind)
     if kind == "json_schema":
         given = response_format.get("json_schema")
@@ -378,7 +387,8 @@ class ReplyParser(ReplyParserBase):
         value: Any = text
         if kind != "string":
             try:
-                value = json.loads(text)
+                value = read_json(text)
+                compact_json([value])  # NaN, or nesting too deep to be written again: no JSON after all
             except ValueError:
                 value = text  # better the model's text than nothing
         if isinstance(self._call["arguments"], dict):

@@ -14,6 +14,7 @@ from .messages import (
     Vocabulary,
     call_function,
     check_messages,
+    check_tools,
     compact_json,
     content_parts,
     is_image,
@@ -46,6 +47,7 @@ def segments(
         if option not in ("thinking", "thinking_effort") and value:
             raise UnsupportedError(f"the chat format of kimi-linear has no {option}")
     messages = check_messages(messages)
+    check_tools(tools)
     result: list[Segment] = []
     if tools:
         result += [(SYSTEM, True), ("tool_declare", False), (MIDDLE, True), (compact_json(tools), False), (END, True)]

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from ..checks import brief
 from ..errors import ArgumentError, UnsupportedError
 
 Message = Mapping[str, Any]
@@ -15,37 +16,87 @@ Segment = tuple[str, bool]
 Channel = Literal["reasoning", "content"]
 
 
+ROLES = ("user", "system", "assistant", "tool")
+_TEXTS = ("name", "tool", "reasoning_content", "reasoning")
+_IDS = ("id", "tool_call_id")
+
+
 def check_messages(messages: object) -> Sequence[Message]:
     """The messages, if they have the right form.
 
     Raises:
-        ArgumentError: not a list of mappings with a role, or content of a wrong type; names the message.
+        ArgumentError: not a list of mappings with a role, or a field of a wrong type; names the message.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise ArgumentError(f"messages must be a list, got {type(messages).__name__}")
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes | bytearray):
+        raise ArgumentError(f"messages must be a list, got {brief(messages)}")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ArgumentError(f"message {number}: expected a dict with a role, got {message!r}")
+            raise ArgumentError(f"message {number}: expected a dict with a role, got {brief(message)}")
         for _ in content_parts(message.get("content"), number):
             pass
+        for field in _TEXTS:
+            if not isinstance(message.get(field), str | None):
+                raise ArgumentError(f"message {number}: {field} must be text, got {brief(message[field])}")
+        _check_ids(number, message)
+        calls = message.get("tool_calls")
+        if not isinstance(calls, Sequence | None) or isinstance(calls, str | bytes):
+            raise ArgumentError(f"message {number}: tool_calls must be a list, got {brief(calls)}")
+        for call in calls or ():
+            call_function(call)
+            _check_ids(number, call)
+        check_tools(message.get("tools"), f"message {number}: tools")
     return messages
 
 
-ROLES = ("user", "system", "assistant", "tool")
+def _check_ids(number: int, fields: Mapping[str, Any]) -> None:
+    for field in _IDS:
+        if not isinstance(fields.get(field), str | int | None):
+            raise ArgumentError(f"message {number}: {field} must be text, got {brief(fields[field])}")
+
+
+def check_tools(tools: object, what: str = "tools") -> None:
+    """Raises ArgumentError unless `tools` is a list of descriptions, or None."""
+    if tools is None:
+        return
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes | bytearray):
+        raise ArgumentError(f"{what} must be a list of descriptions, got {brief(tools)}")
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise ArgumentError(f"{what}: description {number} must be a dict, got {brief(tool)}")
 
 
 def check_complete(messages: Sequence[Message]) -> None:
-    """Refuse what a chat format would leave out of the prompt, where an answer would then be to something else.
+    """Refuse what a chat format would leave out of the prompt or guess, where an answer would be to something else.
 
     Raises:
-        ArgumentError: a role that the formats drop; names the message.
+        ArgumentError: no message, a role that the formats drop, the result of a call that was not made; names the
+            message.
         UnsupportedError: an image.
     """
-    for number, message in enumerate(check_messages(messages)):
-        if message["role"] not in ROLES:
-            raise ArgumentError(f"message {number}: role {message['role']!r}, expected one of {', '.join(ROLES)}")
+    if not check_messages(messages):
+        raise ArgumentError("messages is empty: there is nothing to answer")
+    calls: Sequence[Mapping[str, Any]] = ()  # of the latest assistant message
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES:
+            raise ArgumentError(f"message {number}: role {brief(role)}, expected one of {', '.join(ROLES)}")
         if any(is_image(part) for part in content_parts(message.get("content"), number)):
             raise UnsupportedError(f"message {number} has an image; images are not supported yet")
+        if role == "assistant":
+            calls = message.get("tool_calls") or ()
+        elif role == "tool":
+            _check_result(number, message, calls)
+
+
+def _check_result(number: int, result: Message, calls: Sequence[Mapping[str, Any]]) -> None:
+    """A format attributes a result with an unknown id to the call at its position: right only where calls lack ids."""
+    wanted = result.get("tool_call_id") or result.get("id")
+    known = [call.get("id") for call in calls]
+    if wanted and wanted not in known and None not in known and not (result.get("tool") or result.get("name")):
+        made = ", ".join(map(brief, known)) or "none"
+        raise ArgumentError(
+            f"message {number}: a tool result for call {brief(wanted)}, but the calls of the turn before it are: {made}"
+        )
 
 
 def content_parts(content: object, number: int = 0) -> Iterator[Mapping[str, Any]]:
@@ -59,15 +110,15 @@ def content_parts(content: object, number: int = 0) -> Iterator[Mapping[str, Any
     if isinstance(content, str):
         yield {"type": "text", "text": content}
         return
-    if not isinstance(content, Sequence):
+    if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray):
         raise ArgumentError(
             f"message {number}: content must be text, null or a list of parts, got {type(content).__name__}"
         )
     for part in content:
         if not isinstance(part, Mapping):
-            raise ArgumentError(f"message {number}: a content part must be a dict, got {part!r}")
+            raise ArgumentError(f"message {number}: a content part must be a dict, got {brief(part)}")
         if not is_image(part) and not isinstance(part.get("text"), str):
-            raise ArgumentError(f"message {number}: content part of type {part.get('type')!r} has no text")
+            raise ArgumentError(f"message {number}: content part of type {brief(part.get('type'))} has no text")
         yield part
 
 
@@ -77,12 +128,34 @@ def is_image(part: Mapping[str, Any]) -> bool:
 
 def compact_json(value: object) -> str:
     """JSON as declarations and schemas are written: keys sorted by code point, no spaces, non-ASCII kept."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return _json(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def spaced_json(value: object) -> str:
     """JSON as arguments are written: keys in given order, `, ` and `: `, non-ASCII kept."""
-    return json.dumps(value, ensure_ascii=False)
+    return _json(value)
+
+
+def _json(value: object, **options: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, **options)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"cannot be written as JSON: {brief(value)}: {error}") from None
+    except RecursionError:
+        raise ArgumentError(f"nested too deeply for JSON: {brief(value)}") from None
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON.
+        ArgumentError (a ValueError too): it is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ArgumentError(f"JSON text nested too deeply: {brief(text)}") from None
 
 
 def call_function(call: object) -> tuple[str, Any]:
@@ -93,7 +166,7 @@ def call_function(call: object) -> tuple[str, Any]:
     """
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ArgumentError(f"a tool call needs a function name, got {call!r}")
+        raise ArgumentError(f"a tool call needs a function name, got {brief(call)}")
     return function["name"], function.get("arguments")
 
 

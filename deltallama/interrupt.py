@@ -1,0 +1,52 @@
+"""Long native calls that Ctrl-C can end.
+
+Python runs signal handlers between two of its own instructions, and in the main thread only: none while that thread is
+inside the library. So the call is made by a thread of its own, and the main thread waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+_POLL_SECONDS = 0.02
+
+
+def interruptible(work: Callable[[], None], cancel: Callable[[], None]) -> None:
+    """Calls `work`; in other threads than the main one this is a plain call.
+
+    An exception that a signal handler raises meanwhile, such as KeyboardInterrupt, calls `cancel` until `work` has
+    ended, and is then raised again, whatever came of `work`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    claim, done = threading.Lock(), threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        if not claim.acquire(blocking=False):
+            return
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    try:
+        try:
+            threading.Thread(target=run, name="deltallama", daemon=True).start()
+        except RuntimeError:  # no thread to be had: at the end of the interpreter, or at a limit
+            run()
+        done.wait()
+    except BaseException:
+        if not claim.acquire(blocking=False):  # it has begun
+            while not done.is_set():
+                with contextlib.suppress(BaseException):  # a second Ctrl-C must not leave it running
+                    cancel()
+                    done.wait(_POLL_SECONDS)
+        raise
+    if errors:
+        raise errors[0]
