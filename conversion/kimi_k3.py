@@ -11,7 +11,7 @@ from gguf_ext import constants as c
 from gguf_ext.constants import GGUFValueType, LlamaFileType
 
 from .base import ONE, Row, register
-from .folds import Copy, Product
+from .folds import Copy, NegativeExp, Product
 from .kimi_linear import _KDA, KimiLinear
 from .layouts import LEGACY, Stack
 
@@ -90,7 +90,8 @@ class KimiK3(KimiLinear):
 
     def kda_rows(self) -> Iterable[Row]:
         yield from _KDA
-        yield self._a_log((self.heads,))
+        fold = NegativeExp(c.SSM_A, self.heads, (self.heads,))
+        yield Row("self_attn.A_log", ("kda_heads_or_more",), fold, ((ONE, ONE, "kda_heads_or_more", ONE),))
         yield _KDA_GATE
 
     def mla_rows(self) -> Iterable[Row]:

@@ -113,6 +113,10 @@ class KimiLinear(Converter):
         "q_b_proj": "q_lora_rank",
         "lm_head": "tie_word_embeddings",
         ".experts.": "num_experts",
+        ".mlp.": "first_k_dense_replace",
+        ".block_sparse_moe.gate.": "first_k_dense_replace",
+        "_conv1d.": "linear_attn_config.kda_layers",
+        ".kv_a_": "linear_attn_config.full_attn_layers",
     }
 
     # --- configuration ------------------------------------------------------------------------------------------------
@@ -283,7 +287,8 @@ class KimiLinear(Converter):
 
     def kda_rows(self) -> Iterable[Row]:
         yield from _KDA
-        yield self._a_log((1, self.heads, 1, 1))
+        fold = NegativeExp(c.SSM_A, self.heads, (1, self.heads, 1, 1))
+        yield Row("self_attn.A_log", (ONE, ONE, "kda_heads_or_more", ONE), fold, (("kda_heads_or_more",),))
         yield from _KDA_LOW_RANK_GATE
 
     def mla_rows(self) -> Iterable[Row]:
@@ -291,10 +296,6 @@ class KimiLinear(Converter):
         yield from _MLA_PLAIN_Q if self.q_lora_rank is None else _MLA_LORA_Q
         fold = SplitKvB(self.heads, self.nope, self.v_head_dim)
         yield Row("self_attn.kv_b_proj.weight", ("mla_kv_b_width", "kv_lora_rank"), fold)
-
-    def _a_log(self, ne: tuple[int, ...]) -> Row:
-        fold = NegativeExp(c.SSM_A, self.heads, ne)
-        return Row("self_attn.A_log", ("kda_heads_or_more",), fold, ((ONE, ONE, "kda_heads_or_more", ONE),))
 
     # --- keys ---------------------------------------------------------------------------------------------------------
     def add_fields(self, plan: Plan, file_type: LlamaFileType) -> None:

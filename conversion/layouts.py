@@ -4,10 +4,10 @@ Three layouts are known besides that of the released files:
 
 - older exports of Kimi-K3, as `mlx-lm` reads them too: `mlp_res.norm_weight` for `mlp_res_norm.weight`;
 - exports that keep the router's correction bias beside the router instead of in it;
-- Kimi-Linear as the class in `transformers` names it in memory, which `save_pretrained(save_original_format=False)`
-  writes (seen with 5.24.0; by default it writes the published names): the decay gate in a module of its own, the three
-  convolutions stacked, all experts of a layer in two tensors. Its configuration has lists of layer kinds instead of
-  `linear_attn_config` and `first_k_dense_replace`, however the tensors are named.
+- Kimi-Linear as `transformers` saves it (seen with 5.24.0). By default it writes the published names, but for dense
+  layers, whose `mlp` becomes `block_sparse_moe`; with `save_original_format=False` its own: the decay gate in a module
+  of its own, the three convolutions stacked, all experts of a layer in two tensors. Either way its configuration has
+  lists of layer kinds, in place of `linear_attn_config` and `first_k_dense_replace` or beside them.
 
 A stack lies in the file as its parts, one after another, so a part is a range of the same bytes: nothing is copied.
 """
@@ -34,6 +34,8 @@ TRANSFORMERS = (
     (".mlp.gate.", ".block_sparse_moe.gate."),
     (".mlp.experts.", ".block_sparse_moe.experts."),
     (".mlp.shared_experts.", ".block_sparse_moe.shared_experts."),
+    # Its way back to the published names takes dense layers for layers of experts.
+    *((f".block_sparse_moe.{name}_proj.", f".mlp.{name}_proj.") for name in ("gate", "up", "down")),
 )
 
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}

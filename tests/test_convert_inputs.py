@@ -161,6 +161,7 @@ def test_legacy_names_of_k3(tiny_checkpoint: Callable[..., Path], tmp_path: Path
 
 SPELLINGS: dict[str, Callable[[HfCheckpoint], None]] = {
     "config": tiny_layouts.transformers_config,
+    "dense names": tiny_layouts.transformers_dense_names,
     "tensors": tiny_layouts.transformers_tensors,
     "both": tiny_layouts.transformers_layout,
 }

@@ -52,6 +52,14 @@ def transformers_config(checkpoint: Checkpoint) -> None:
     text.update(own)
 
 
+def transformers_dense_names(checkpoint: Checkpoint) -> None:
+    """The names that transformers 5.24.0 writes by default: the published ones, but for those of dense layers."""
+    for layer in checkpoint.layers("dense"):
+        for name in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+            tensor = checkpoint.delete(f"model.layers.{layer}.mlp.{name}")
+            checkpoint.set(f"model.layers.{layer}.block_sparse_moe.{name}", tensor)
+
+
 def transformers_tensors(checkpoint: Checkpoint) -> None:
     """The names and stacks that transformers 5.24.0 writes with `save_pretrained(save_original_format=False)`.
 
