@@ -24,7 +24,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from peer import Peer, PeerError
 from tqdm import tqdm
 
 from deltallama import DeltaError, Llama
-from gguf_ext import GGUFReader, Plan, PlannedTensor
+from gguf_ext import GGUFReader, Plan, PlannedTensor, write_file
 from gguf_ext.constants import GGMLQuantizationType
 
 MIN_SHARE = 0.95
@@ -169,11 +169,11 @@ def write_f32_copy(source: str | os.PathLike[str], target: Path) -> None:
         for name, info in reader.tensors.items():
             produce = partial(_dequantized, reader, name)
             plan.add_tensor(PlannedTensor(name, info.ne, GGMLQuantizationType.F32, produce))
-        plan.write(target)
+        write_file(plan, target)
 
 
-def _dequantized(reader: GGUFReader, name: str) -> Iterator[np.ndarray]:
-    yield reader.dequantize(name)
+def _dequantized(reader: GGUFReader, name: str, first: int, count: int) -> np.ndarray:
+    return reader.dequantize(name)
 
 
 def _progress(prompts: Sequence[Prompt], name: str) -> Iterable[Prompt]:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gguf_ext import GGUFError
+from gguf_ext.split import Limits, parse_size
 
 from .base import OUTTYPES, supported_architectures
 from .errors import ConversionError
-from .run import AUTO, convert
+from .run import AUTO, Request, run
 
 _REDRAW_SECONDS = 0.2
 
@@ -47,9 +48,77 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     p.add_argument(
         "--metadata", metavar="FILE", type=Path, help="JSON file of general.* keys that override what is found"
     )
+    _add_writing(p.add_argument_group("writing"))
+    _add_split(p.add_argument_group("splitting the output"))
     p.add_argument("--print-supported-models", action="store_true", help="list the supported architectures and exit")
     p.add_argument("--verbose", action="store_true", help="print a line per tensor")
     return p
+
+
+def _add_writing(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--restart",
+        action="store_true",
+        help="throw away what an interrupted run has left; without it the same command continues",
+    )
+    group.add_argument(
+        "--verify", action="store_true", help="then compare every byte with the source and print digests (SHA-256)"
+    )
+    group.add_argument(
+        "--verify-only", action="store_true", help="compare an existing output with the source, write nothing"
+    )
+    group.add_argument(
+        "--threads", metavar="N", type=_positive, help="threads that make and write tensors (default: processors + 1)"
+    )
+
+
+def _add_split(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--split-max-size",
+        metavar="N[K|M|G]",
+        type=_size,
+        default=0,
+        help="begin a new file before one has more bytes of tensors (decimal units)",
+    )
+    group.add_argument(
+        "--split-max-tensors",
+        metavar="N",
+        type=_natural,
+        default=0,
+        help="begin a new file before one holds more",
+    )
+    group.add_argument(
+        "--no-tensor-first-split", action="store_true", help="the first file holds the keys and no tensors"
+    )
+    group.add_argument(
+        "--only-split",
+        metavar="I[,J...]",
+        type=_numbers,
+        help="write these files of the split only, counted from 1; others may be written meanwhile by other machines",
+    )
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except GGUFError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tensors")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
 
 
 def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -67,34 +136,46 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         p.error("the following arguments are required: MODEL_DIR")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter())
-    log = logging.getLogger("conversion")
-    log.addHandler(handler)
-    log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
+    logs = [logging.getLogger(name) for name in ("conversion", "gguf_ext")]
+    for log in logs:
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     bar = _Progress() if sys.stderr.isatty() else None
     try:
-        path = convert(
-            arguments.model,
-            arguments.outfile,
-            arguments.outtype,
-            arguments.force,
-            dry_run=arguments.dry_run,
-            vocab_only=arguments.vocab_only,
-            model_name=arguments.model_name,
-            metadata=arguments.metadata,
-            progress=bar,
+        paths = run(
+            Request(
+                arguments.model,
+                arguments.outfile,
+                arguments.outtype,
+                arguments.force,
+                restart=arguments.restart,
+                dry_run=arguments.dry_run,
+                vocab_only=arguments.vocab_only,
+                model_name=arguments.model_name,
+                metadata=arguments.metadata,
+                limits=Limits(arguments.split_max_size, arguments.split_max_tensors, arguments.no_tensor_first_split),
+                only=arguments.only_split,
+                verify=arguments.verify,
+                verify_only=arguments.verify_only,
+                threads=arguments.threads,
+                progress=bar,
+                on_digest=lambda name, digest: print(f"{digest}  {name}"),
+            )
         )
     except (ConversionError, GGUFError, OSError) as error:
         return _fail(bar, f"error: {error}", 1)
     except KeyboardInterrupt:
-        return _fail(bar, "interrupted; nothing was written", 130)
+        return _fail(bar, "interrupted", 130)
     finally:
-        log.removeHandler(handler)
+        for log in logs:
+            log.removeHandler(handler)
     if bar is not None:
         bar.clear()
-    if arguments.dry_run:
-        print(path)
-    else:
-        print(f"written: {path}", file=sys.stderr)
+    for path in paths:
+        if arguments.dry_run:
+            print(path)
+        elif not arguments.verify_only:
+            print(f"written: {path}", file=sys.stderr)
     return 0
 
 

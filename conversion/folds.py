@@ -1,12 +1,12 @@
 """From the tensors of a checkpoint to the tensors of a file: one class per transformation.
 
 A fold gets its sources by name and plans one or more output tensors. Each output carries a producer that reads,
-transforms and yields one slab of rows or one expert at a time; nothing but `A_log` is read while planning.
+transforms and returns one slab of rows at a time, any slab at any time; nothing but `A_log` is read while planning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +22,21 @@ from .checkpoint import Source
 from .errors import ConversionError
 from .types import Types
 
-SLAB_BYTES = 8 << 20  # of float32 values held at a time
+# Values that a thread holds at a time: enough that the work outweighs its organisation, small enough that all threads
+# of a large machine fit in the memory of the pipeline.
+SLAB_VALUES = 1 << 19
+PACKED_SLAB_VALUES = 1 << 22
+_VALUE_MEMORY = 8  # bytes: as stored, as float32, as written
+_PACKED_VALUE_MEMORY = 2
 
 Sources = Mapping[str, Source]  # by the name in the converter's table
 
-_BF16_EXPONENT = np.uint16(0x7F80)
+# The bits of the exponent: all of them set means infinite or not a number.
+_EXPONENTS = {
+    (GGMLQuantizationType.F32, "F32"): np.uint32(0x7F800000),
+    (GGMLQuantizationType.F16, "F16"): np.uint16(0x7C00),
+    (GGMLQuantizationType.BF16, "BF16"): np.uint16(0x7F80),
+}
 
 
 class Fold(Protocol):
@@ -48,7 +58,11 @@ class Copy:
         (source,) = sources.values()
         ne = (source.shape[-1], 1, source.shape[0], 1) if self.conv else source.shape[::-1]
         type_ = types.of(prefix, self.name, ne)
-        return [PlannedTensor(prefix + self.name, ne, type_, lambda: _rows(source, ne[0], type_))]
+
+        def produce(first: int, count: int) -> np.ndarray:
+            return _rows(source, ne[0], type_, first, count)
+
+        return [_slabs(prefix + self.name, ne, type_, produce, source.n_elements // ne[0])]
 
 
 @dataclass(frozen=True)
@@ -58,13 +72,13 @@ class Product:
     name: str
 
     def plan(self, prefix: str, sources: Sources, types: Types) -> list[PlannedTensor]:
-        first, second = sources.values()
-        ne = (first.n_elements,)
+        norm, projection = sources.values()
+        ne = (norm.n_elements,)
 
-        def produce() -> Iterator[np.ndarray]:
+        def produce(first: int, count: int) -> np.ndarray:
             with np.errstate(over="ignore"):  # an overflow is not finite and refused below
-                values = first.floats() * second.floats()
-            yield quantize_rows(values[None], type_, f"{first.name} times {second.name}")
+                values = norm.floats() * projection.floats()
+            return quantize_rows(values[None], type_, f"{norm.name} times {projection.name}")
 
         type_ = types.of(prefix, self.name, ne)
         return [PlannedTensor(prefix + self.name, ne, type_, produce)]
@@ -92,7 +106,7 @@ class NegativeExp:
         with np.errstate(over="ignore"):  # an overflow is not finite and refused
             result = (-np.exp(values[: self.n_heads])).astype(np.float32)
         rows = quantize_rows(result[None], type_, f"-exp of {source.name}")
-        return [PlannedTensor(prefix + self.name, self.ne, type_, lambda: (rows,))]
+        return [PlannedTensor(prefix + self.name, self.ne, type_, lambda first, count: rows)]
 
 
 @dataclass(frozen=True)
@@ -113,62 +127,92 @@ class SplitKvB:
             row = index * (self.nope + self.v) + first
             return source.floats(row * latent, count * latent).reshape(count, latent)
 
-        def produce_k() -> Iterator[np.ndarray]:
-            for index in range(self.n_heads):
-                rows = np.ascontiguousarray(head(index, 0, self.nope).T)
-                yield quantize_rows(rows, k_type, f"{source.name}, K of head {index} transposed")
+        def produce_k(first: int, count: int) -> np.ndarray:
+            index = first // latent  # one head is a piece
+            rows = np.ascontiguousarray(head(index, 0, self.nope).T)
+            return quantize_rows(rows, k_type, f"{source.name}, K of head {index} transposed")
 
-        def produce_v() -> Iterator[np.ndarray]:
-            for index in range(self.n_heads):
-                rows = head(index, self.nope, self.v)
-                yield quantize_rows(rows, v_type, source.name, index * (self.nope + self.v) + self.nope)
+        def produce_v(first: int, count: int) -> np.ndarray:
+            index = first // self.v
+            rows = head(index, self.nope, self.v)
+            return quantize_rows(rows, v_type, source.name, index * (self.nope + self.v) + self.nope)
 
         k_type, v_type = types.of(prefix, c.ATTN_K_B, k_ne), types.of(prefix, c.ATTN_V_B, v_ne)
         return [
-            PlannedTensor(prefix + c.ATTN_K_B, k_ne, k_type, produce_k),
-            PlannedTensor(prefix + c.ATTN_V_B, v_ne, v_type, produce_v),
+            PlannedTensor(prefix + c.ATTN_K_B, k_ne, k_type, produce_k, latent, _VALUE_MEMORY * self.nope),
+            PlannedTensor(prefix + c.ATTN_V_B, v_ne, v_type, produce_v, self.v, _VALUE_MEMORY * latent),
         ]
 
 
 def stack_plain(prefix: str, name: str, experts: list[Source], types: Types) -> PlannedTensor:
     """All experts' matrices `[rows, cols]` of one projection, in order of their numbers: ne {cols, rows, n_experts}."""
-    ne = (*experts[0].shape[::-1], len(experts))
+    n_rows, n_cols = experts[0].shape
+    ne = (n_cols, n_rows, len(experts))
     type_ = types.of(prefix, name, ne)
 
-    def produce() -> Iterator[np.ndarray]:
-        for source in experts:
-            yield from _rows(source, ne[0], type_)
+    def one(expert: int, first: int, count: int) -> np.ndarray:
+        return _rows(experts[expert], n_cols, type_, first, count)
 
-    return PlannedTensor(prefix + name, ne, type_, produce)
+    return _slabs(prefix + name, ne, type_, _stacked(one, n_rows), n_rows)
 
 
 def stack_packed(prefix: str, name: str, experts: list[tuple[Source, Source]]) -> PlannedTensor:
     """The same for packed experts: MXFP4 whatever output type was asked for, bit for bit."""
-    rows, half = experts[0][0].shape
+    n_rows, half = experts[0][0].shape
+    ne = (2 * half, n_rows, len(experts))
 
-    def produce() -> Iterator[np.ndarray]:
-        for expert, (weight, scale) in enumerate(experts):
-            yield packed.repack_expert(weight, scale, expert)
+    def one(expert: int, first: int, count: int) -> np.ndarray:
+        return packed.repack_rows(*experts[expert], expert, first, count)
 
-    return PlannedTensor(prefix + name, (2 * half, rows, len(experts)), GGMLQuantizationType.MXFP4, produce)
-
-
-def _rows(source: Source, row_length: int, type_: GGMLQuantizationType) -> Iterator[np.ndarray]:
-    step = max(1, SLAB_BYTES // (4 * row_length))
-    n_rows = source.n_elements // row_length
-    for first in range(0, n_rows, step):
-        count = min(step, n_rows - first)
-        if source.dtype == "BF16" and type_ == GGMLQuantizationType.BF16:
-            yield _same_bf16(source, first, count, row_length)
-        else:
-            rows = source.floats(first * row_length, count * row_length).reshape(count, row_length)
-            yield quantize_rows(rows, type_, source.name, first)
+    piece_rows = slab_rows(n_rows, ne[0], PACKED_SLAB_VALUES)
+    produce, memory = _stacked(one, n_rows), _PACKED_VALUE_MEMORY * ne[0]
+    return PlannedTensor(prefix + name, ne, GGMLQuantizationType.MXFP4, produce, piece_rows, memory)
 
 
-def _same_bf16(source: Source, first: int, count: int, row_length: int) -> np.ndarray:
-    """BF16 to BF16 without the way through float32, which would cost most of the time of such a conversion."""
-    bits = source.raw(first * row_length, count * row_length).view("<u2").reshape(count, row_length)
-    special = (bits & _BF16_EXPONENT) == _BF16_EXPONENT
+def slab_rows(n_rows: int, row_length: int, slab_values: int = SLAB_VALUES) -> int:
+    """How many rows of a stack of matrices of `n_rows` make a piece: whole matrices if they are small, else an equal
+    share of one if its rows can be shared equally."""
+    most = max(1, slab_values // row_length)
+    if most >= n_rows:
+        return most // n_rows * n_rows
+    return next((rows for rows in range(most, most // 2, -1) if n_rows % rows == 0), most)
+
+
+def _slabs(
+    name: str, ne: tuple[int, ...], type_: GGMLQuantizationType, produce: Callable[[int, int], np.ndarray], n_rows: int
+) -> PlannedTensor:
+    return PlannedTensor(name, ne, type_, produce, slab_rows(n_rows, ne[0]), _VALUE_MEMORY * ne[0])
+
+
+def _stacked(one: Callable[[int, int, int], np.ndarray], n_rows: int) -> Callable[[int, int], np.ndarray]:
+    """Rows of a stack of matrices of `n_rows` each, from `one(matrix, first, count)`."""
+
+    def produce(first: int, count: int) -> np.ndarray:
+        parts = []
+        while count:
+            matrix, row = divmod(first, n_rows)
+            n = min(count, n_rows - row)
+            parts.append(one(matrix, row, n))
+            first, count = first + n, count - n
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    return produce
+
+
+def _rows(source: Source, row_length: int, type_: GGMLQuantizationType, first: int, count: int) -> np.ndarray:
+    """`count` rows of a source from row `first` in the type of the output."""
+    exponent = _EXPONENTS.get((type_, source.dtype))
+    if exponent is not None:
+        return _same(source, row_length, exponent, first, count)
+    rows = source.floats(first * row_length, count * row_length).reshape(count, row_length)
+    return quantize_rows(rows, type_, source.name, first)
+
+
+def _same(source: Source, row_length: int, exponent: np.unsignedinteger, first: int, count: int) -> np.ndarray:
+    """The bytes as they are, without the way through float32, which would cost most of the time of such a copy."""
+    raw = source.raw(first * row_length, count * row_length)
+    bits: np.ndarray = raw.view(exponent.dtype.newbyteorder("<")).reshape(count, row_length)
+    special = (bits & exponent) == exponent
     if special.any():
         row, column = np.argwhere(special)[0]
         raise GGUFError(f"tensor {source.name}: row {first + row}, column {column} is not a finite number")

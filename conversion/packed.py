@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from gguf_ext import GGUFError
+
 from .checkpoint import Source
 from .config import Config
 from .errors import ConversionError
@@ -20,6 +22,7 @@ from .errors import ConversionError
 PACKED, SCALE = "weight_packed", "weight_scale"
 GROUP = 32  # elements that share a scale
 BLOCK_BYTES = 17
+_BLOCK = np.dtype([("scale", np.uint8), ("codes", "V16")])
 SUPPORTED = "compressed-tensors mxfp4-pack-quantized (weight_packed with weight_scale, both U8, on routed experts)"
 
 _LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -87,24 +90,28 @@ def repack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     # Eight bytes at a time: a group is a word of elements 0..15 and a word of elements 16..31.
     words = np.ascontiguousarray(packed).view("<u8").reshape(-1, 2)
     first, second = words[:, 0], words[:, 1]
-    blocks = np.empty((rows * n_groups, BLOCK_BYTES), dtype=np.uint8)
-    blocks[:, 0] = scale.reshape(-1)
-    blocks[:, 1::2] = ((first & _LOW_NIBBLES) | ((second & _LOW_NIBBLES) << _NIBBLE)).view(np.uint8).reshape(-1, 8)
-    blocks[:, 2::2] = (((first >> _NIBBLE) & _LOW_NIBBLES) | (second & ~_LOW_NIBBLES)).view(np.uint8).reshape(-1, 8)
-    return blocks.reshape(rows, n_groups * BLOCK_BYTES)
+    even = (first & _LOW_NIBBLES) | ((second & _LOW_NIBBLES) << _NIBBLE)  # bytes 0, 2, ... of each block's codes
+    odd = ((first >> _NIBBLE) & _LOW_NIBBLES) | (second & ~_LOW_NIBBLES)  # bytes 1, 3, ...
+    codes = odd.view(np.uint8).astype("<u2") << np.uint16(8)
+    codes |= even.view(np.uint8)
+    blocks = np.empty(rows * n_groups, dtype=_BLOCK)
+    blocks["scale"] = scale.reshape(-1)
+    blocks["codes"] = codes.view(_BLOCK["codes"])
+    return blocks.view(np.uint8).reshape(rows, n_groups * BLOCK_BYTES)
 
 
-def repack_expert(packed: Source, scale: Source, expert: int) -> np.ndarray:
-    """Read one expert matrix and reorder it.
+def repack_rows(packed: Source, scale: Source, expert: int, first: int, count: int) -> np.ndarray:
+    """Read `count` rows of an expert's matrix from row `first` and reorder them.
 
     Raises:
-        ConversionError: a scale byte is 255; names tensor, expert, row and block.
+        GGUFError: a scale byte is 255; names tensor, expert, row and block.
     """
-    scales = scale.bytes_2d()
+    half, n_groups = packed.shape[1], scale.shape[1]
+    scales = scale.raw(first * n_groups, count * n_groups).reshape(count, n_groups)
     bad = np.argwhere(scales == 0xFF)
     if len(bad):
         row, block = bad[0]
-        raise ConversionError(
-            f"tensor {scale.name}: expert {expert}, row {row}, block {block}: scale byte 255 is not a number"
+        raise GGUFError(
+            f"tensor {scale.name}: expert {expert}, row {first + row}, block {block}: scale byte 255 is not a number"
         )
-    return repack(packed.bytes_2d(), scales)
+    return repack(packed.raw(first * half, count * half).reshape(count, half), scales)

@@ -3,88 +3,129 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from gguf_ext import Plan
 from gguf_ext import constants as c
 from gguf_ext.constants import GGMLQuantizationType, GGUFValueType, LlamaFileType
-from gguf_ext.metadata import Metadata, fill_template
-from gguf_ext.writer import Progress, check_target
+from gguf_ext.metadata import GENERATION_CONFIG, MODEL_CARD, Metadata, fill_template
+from gguf_ext.split import Limits, OutputSet
+from gguf_ext.verify import OnDigest, verify_file
+from gguf_ext.writer import Output, Progress
 
 from .base import OUTTYPES, Converter, get_converter
 from .checkpoint import Checkpoint
 from .config import Config
 from .errors import ConversionError
 from .types import Types
-from .vocab import read_vocabulary
+from .vocab import CONFIG_NAME as TOKENIZER_CONFIG
+from .vocab import RANKS_NAME, read_vocabulary
 
 AUTO = "auto"
+CONFIG = "config.json"
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 log = logging.getLogger("conversion")
 
 
-def convert(
-    model_dir: str | Path,
-    outfile: str | Path | None = None,
-    outtype: str = AUTO,
-    force: bool = False,
-    *,
-    dry_run: bool = False,
-    vocab_only: bool = False,
-    model_name: str | None = None,
-    metadata: str | Path | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Convert a Hugging Face model folder to a GGUF file and return its path.
+@dataclass(frozen=True)
+class Request:
+    """What to convert, and how.
 
-    Args:
+    Attributes:
         model_dir: folder with `config.json`, `tiktoken.model`, `tokenizer_config.json` and safetensors shards.
         outfile: a file, a file name with `{ftype}` or `{outtype}` in it, or a folder; by default the model folder.
         outtype: "f32", "f16", "bf16", "q8_0", or "auto": the checkpoint's own 16-bit type. Packed experts stay MXFP4.
         force: replace an existing output.
+        restart: throw away what an unfinished run has left, instead of continuing it.
         dry_run: check and plan everything, write nothing.
         vocab_only: keys and vocabulary without tensors.
         model_name: `general.name`; metadata: JSON file of `general.*` keys.
-        progress: called with tensor name, bytes written and bytes in all.
+        limits: of one file of a split; only: the numbers of the files to write, from 1, by default all.
+        verify: compare what was written with the source; verify_only: compare what is there, write nothing.
+        threads: that make and write tensors; by default one more than processors.
+        progress: called with tensor name, bytes done and bytes in all.
+        on_digest: called with the name and SHA-256 of each tensor and file that was verified.
+    """
+
+    model_dir: str | Path
+    outfile: str | Path | None = None
+    outtype: str = AUTO
+    force: bool = False
+    restart: bool = False
+    dry_run: bool = False
+    vocab_only: bool = False
+    model_name: str | None = None
+    metadata: str | Path | None = None
+    limits: Limits = Limits()
+    only: Sequence[int] | None = None
+    verify: bool = False
+    verify_only: bool = False
+    threads: int | None = None
+    progress: Progress | None = None
+    on_digest: OnDigest | None = None
+
+
+def convert(
+    model_dir: str | Path, outfile: str | Path | None = None, outtype: str = AUTO, force: bool = False, **options: Any
+) -> Path:
+    """Convert a Hugging Face model folder to a GGUF file and return its path, that of the first file of a split.
+
+    `options` are the attributes of `Request`.
 
     Raises:
-        ConversionError, GGUFError: the checkpoint, an argument or the output is wrong; nothing is left under the
-            output's name.
+        ConversionError, GGUFError: the checkpoint, an argument or the output is wrong; nothing unfinished is under the
+            output's name. An interrupted conversion is continued when the same is asked for again.
     """
-    folder = Path(model_dir)
+    return run(Request(model_dir, outfile, outtype, force, **options))[0]
+
+
+def run(request: Request) -> list[Path]:
+    """Do what is asked for; the files of the output, or those of them that were asked for.
+
+    Raises:
+        ConversionError, GGUFError: as `convert`.
+    """
+    folder = Path(request.model_dir)
     if not folder.is_dir():
         raise ConversionError(f"{folder} is not a folder")
-    if outtype != AUTO and outtype not in OUTTYPES:
-        raise ConversionError(f"output type {outtype!r}, expected one of {', '.join((*OUTTYPES, AUTO))}")
-    config = Config(folder / "config.json")
+    if request.outtype != AUTO and request.outtype not in OUTTYPES:
+        raise ConversionError(f"output type {request.outtype!r}, expected one of {', '.join((*OUTTYPES, AUTO))}")
+    config = Config(folder / CONFIG)
     converter = get_converter(config.architecture)(config)
     log.info("%s: %s with %d layers", folder, config.architecture, converter.n_layers)
     vocabulary = read_vocabulary(folder, config, converter.chat_template)
     log.info("vocabulary: %d tokens, %d merges", len(vocabulary.tokens), len(vocabulary.merges))
-    overrides = Path(metadata) if metadata is not None else None
-    if vocab_only:
-        file_type = OUTTYPES.get(outtype, OUTTYPES["f16"])[1]
-        described = Metadata(folder, converter.architecture, (), overrides, model_name)
+    overrides = Path(request.metadata) if request.metadata is not None else None
+    if request.vocab_only:
+        file_type = OUTTYPES.get(request.outtype, OUTTYPES["f16"])[1]
+        described = Metadata(folder, converter.architecture, (), overrides, request.model_name)
         plan = _plan(converter, described, file_type)
         vocabulary.add_fields(plan)
-        path = _target(folder, outfile, described.file_name(None), file_type)
-        return _finish(plan, path, folder, force, dry_run, progress)
+        path = _target(folder, request.outfile, described.file_name(None), file_type)
+        return _finish(request, plan, path, None)
     with Checkpoint(folder) as checkpoint:
-        wanted, file_type = OUTTYPES[converter.auto_outtype(checkpoint) if outtype == AUTO else outtype]
+        outtype = converter.auto_outtype(checkpoint) if request.outtype == AUTO else request.outtype
+        wanted, file_type = OUTTYPES[outtype]
         types = Types(wanted)
         tensors = converter.plan_tensors(checkpoint, types)
         for warning in types.warnings:
             log.warning("%s", warning)
         if any(tensor.type == GGMLQuantizationType.MXFP4 for tensor in tensors):
             file_type = LlamaFileType.MOSTLY_MXFP4_MOE
-        described = Metadata(folder, converter.architecture, tensors, overrides, model_name)
+        described = Metadata(folder, converter.architecture, tensors, overrides, request.model_name)
         plan = _plan(converter, described, file_type)
         vocabulary.add_fields(plan)
         for tensor in tensors:
             plan.add_tensor(tensor)
             log.debug("%s: %s, ne %s", tensor.name, tensor.type.name, tensor.ne)
         name = described.file_name(_type_name(file_type))
-        return _finish(plan, _target(folder, outfile, name, file_type), folder, force, dry_run, progress)
+        return _finish(request, plan, _target(folder, request.outfile, name, file_type), checkpoint)
 
 
 def _plan(converter: Converter, described: Metadata, file_type: LlamaFileType) -> Plan:
@@ -104,15 +145,60 @@ def _target(folder: Path, outfile: str | Path | None, default_name: str, file_ty
     return path.with_name(fill_template(path.name, _type_name(file_type)))
 
 
-def _finish(plan: Plan, path: Path, folder: Path, force: bool, dry_run: bool, progress: Progress | None) -> Path:
-    size = len(plan.header()) + plan.data_bytes
-    log.info("%s: %d keys, %d tensors, %d bytes", path, len(plan.fields), len(plan.tensors), size)
-    check_target(path, force)
-    if path.exists() and any(path.samefile(file) for file in folder.iterdir() if file.suffix != ".gguf"):
-        raise ConversionError(f"{path} is part of the model that is being converted")
-    if not dry_run:
-        plan.write(path, force=force, progress=progress)
-    return path
+def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | None) -> list[Path]:
+    folder = Path(request.model_dir)
+    facts = {"outtype": request.outtype, "vocab_only": str(request.vocab_only), **_file_facts(request)}
+    facts |= _shard_facts(checkpoint)
+    outputs = OutputSet(plan, path, facts, request.limits)
+    selected = outputs.select(request.only)
+    for output in selected:
+        n_fields, n_tensors = len(output.plan.fields), len(output.plan.tensors)
+        log.info("%s: %d keys, %d tensors, %d bytes", output.path, n_fields, n_tensors, output.size)
+        if output.path.exists() and any(output.path.samefile(f) for f in folder.iterdir() if f.suffix != ".gguf"):
+            raise ConversionError(f"{output.path} is part of the model that is being converted")
+    if request.dry_run:
+        outputs.check(selected, force=request.force, restart=request.restart)
+    elif not request.verify_only:
+        is_complete = outputs.write(
+            selected,
+            force=request.force,
+            restart=request.restart,
+            progress=request.progress,
+            threads=request.threads,
+            confirm=partial(_confirm, checkpoint, _shard_facts(checkpoint)),
+        )
+        if is_complete and len(outputs.outputs) > 1:
+            log.info("the set of %d files is complete", len(outputs.outputs))
+    if request.verify or request.verify_only:
+        _verify(request, selected)
+    return [output.path for output in selected]
+
+
+def _verify(request: Request, outputs: Sequence[Output]) -> None:
+    for output in outputs:
+        verify_file(output, on_digest=request.on_digest, progress=request.progress, threads=request.threads)
+        log.info("%s: every byte is what its source gives", output.path)
+
+
+def _file_facts(request: Request) -> dict[str, str]:
+    """Digests of the small files that keys and vocabulary follow from."""
+    names = (CONFIG, RANKS_NAME, TOKENIZER_CONFIG, *CHAT_TEMPLATES, GENERATION_CONFIG, MODEL_CARD)
+    files = {name: Path(request.model_dir) / name for name in names}
+    if request.metadata is not None:
+        files["--metadata"] = Path(request.metadata)
+    return {name: sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file.is_file()}
+
+
+def _shard_facts(checkpoint: Checkpoint | None) -> dict[str, str]:
+    shards = checkpoint.shards if checkpoint is not None else []
+    return {f"shard {shard.name}": shard.fingerprint() for shard in shards}
+
+
+def _confirm(checkpoint: Checkpoint | None, before: dict[str, str]) -> None:
+    """Refuse a result whose source was written to while it was read."""
+    for name, fingerprint in _shard_facts(checkpoint).items():
+        if before[name] != fingerprint:
+            raise ConversionError(f"{name} was changed while it was converted: {before[name]}, now {fingerprint}")
 
 
 def _type_name(file_type: LlamaFileType) -> str:

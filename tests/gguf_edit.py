@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType, quants
 
-from gguf_ext import GGUFReader, Plan, PlannedTensor
+from gguf_ext import GGUFReader, Plan, PlannedTensor, write_file
 
 
 @dataclass
@@ -64,10 +63,10 @@ class Edit:
         for key, (value, types) in self.fields.items():
             plan.add_field(key, value, *types)
         for name, tensor in self.tensors.items():
-            plan.add_tensor(PlannedTensor(name, tensor.ne, tensor.type, partial(_chunk, tensor.data)))
-        plan.write(target)
+            plan.add_tensor(PlannedTensor(name, tensor.ne, tensor.type, partial(_whole, tensor.data)))
+        write_file(plan, target)
         return target
 
 
-def _chunk(data: np.ndarray) -> Iterator[np.ndarray]:
-    yield data
+def _whole(data: np.ndarray, first: int, count: int) -> np.ndarray:
+    return data

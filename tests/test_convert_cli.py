@@ -90,7 +90,16 @@ def test_cli_errors_are_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["x", "--outtype", "q4_k"], ["x", "--unknown"], ["x", "--split-max-size", "1G"], ["x", "--forc"]]
+    "arguments",
+    [
+        [],
+        ["x", "--outtype", "q4_k"],
+        ["x", "--unknown"],
+        ["x", "--split-max-size", "1T"],
+        ["x", "--only-split", "0"],
+        ["x", "--threads", "-1"],
+        ["x", "--forc"],
+    ],
 )
 def test_cli_wrong_arguments_are_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -117,7 +126,7 @@ def test_cli_interrupted(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("conversion.folds.packed.repack_expert", interrupted)
+    monkeypatch.setattr("conversion.folds.packed.repack_rows", interrupted)
     assert conversion.cli_main([str(tiny_checkpoint("k3")), "--outfile", str(tmp_path / "x.gguf")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,6 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
-from gguf_ext import GGUFError, GGUFReader, Plan, PlannedTensor
+from gguf_ext import GGUFError, GGUFReader, Plan, PlannedTensor, write_file
 from gguf_ext import dump as dump_module
 from gguf_ext.constants import GGMLQuantizationType as T
 from gguf_ext.constants import GGUFValueType as V
@@ -47,11 +46,10 @@ def tensor(name: str, values: np.ndarray, type_: T = T.F32) -> PlannedTensor:
     """A planned tensor that is produced row by row."""
     rows = values.reshape(-1, values.shape[-1])
 
-    def produce() -> Iterator[np.ndarray]:
-        for number in range(len(rows)):
-            yield quantize_rows(rows[number : number + 1].astype(np.float32), type_, name, number)
+    def produce(first: int, count: int) -> np.ndarray:
+        return quantize_rows(rows[first : first + count].astype(np.float32), type_, name, first)
 
-    return PlannedTensor(name, values.shape[::-1], type_, produce)
+    return PlannedTensor(name, values.shape[::-1], type_, produce, 1)
 
 
 def example_plan(rng: np.random.Generator) -> tuple[Plan, dict[str, np.ndarray]]:
@@ -73,7 +71,7 @@ def example_plan(rng: np.random.Generator) -> tuple[Plan, dict[str, np.ndarray]]
 def example(tmp_path: Path, rng: np.random.Generator) -> tuple[Path, dict[str, np.ndarray]]:
     plan, values = example_plan(rng)
     path = tmp_path / "example.gguf"
-    assert plan.write(path) == path.stat().st_size
+    assert write_file(plan, path) == path.stat().st_size
     return path, values
 
 
@@ -174,7 +172,7 @@ def test_a_released_vocabulary_survives(tmp_path: Path) -> None:
     plan = Plan()
     plan.add_field("tokens", tokens, V.ARRAY, V.STRING)
     plan.add_field("merges", tokens[::-1], V.ARRAY, V.STRING)
-    plan.write(tmp_path / "v.gguf")
+    write_file(plan, tmp_path / "v.gguf")
     with GGUFReader(tmp_path / "v.gguf") as reader:
         assert reader.fields["tokens"] == tokens
         assert reader.fields["merges"] == tokens[::-1]
@@ -194,8 +192,8 @@ def test_views_outlive_the_reader(example: tuple[Path, dict[str, np.ndarray]]) -
 def test_unknown_tensor_and_nan_scale_are_errors(tmp_path: Path) -> None:
     plan = Plan()
     block = bytes([255]) + bytes(16)
-    plan.add_tensor(PlannedTensor("x", (32,), T.MXFP4, lambda: [block]))
-    plan.write(tmp_path / "x.gguf")
+    plan.add_tensor(PlannedTensor("x", (32,), T.MXFP4, lambda first, count: block))
+    write_file(plan, tmp_path / "x.gguf")
     with GGUFReader(tmp_path / "x.gguf") as reader:
         with pytest.raises(GGUFError, match="no tensor 'y'"):
             reader.data("y")

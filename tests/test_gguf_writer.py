@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import gguf
 import numpy as np
 import pytest
 
-from gguf_ext import GGUFError, GGUFReader, Plan, PlannedTensor
+from gguf_ext import GGUFError, GGUFReader, Plan, PlannedTensor, write_file
 from gguf_ext import writer as writer_module
 from gguf_ext.constants import GGMLQuantizationType as T
 from gguf_ext.constants import GGUFValueType as V
@@ -27,7 +28,7 @@ from test_gguf import example_plan
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def never() -> list[bytes]:
+def never(first: int, count: int) -> bytes:
     raise AssertionError("a producer ran although the plan was refused")
 
 
@@ -79,7 +80,7 @@ def test_size_and_offsets_are_known_before_writing(tmp_path: Path, rng: np.rando
     plan, _ = example_plan(rng)
     size = len(plan.header()) + plan.data_bytes
     offsets = plan.offsets()
-    plan.write(tmp_path / "x.gguf")
+    write_file(plan, tmp_path / "x.gguf")
     assert (tmp_path / "x.gguf").stat().st_size == size
     with GGUFReader(tmp_path / "x.gguf") as reader:
         start = reader.tensors["one"].offset
@@ -90,9 +91,9 @@ def test_b26_strided_views_give_the_bytes_of_their_copies(tmp_path: Path, rng: n
     values = rng.standard_normal((6, 10)).astype(np.float32)
     for name, view in {"transposed": values.T, "every_second": values[::2, 1::3], "reversed": values[::-1]}.items():
         plan = Plan()
-        plan.add_tensor(PlannedTensor("x", view.shape[::-1], T.F32, lambda view=view: [view]))
+        plan.add_tensor(PlannedTensor("x", view.shape[::-1], T.F32, lambda first, count, view=view: view))
         path = tmp_path / f"{name}.gguf"
-        plan.write(path)
+        write_file(plan, path)
         with GGUFReader(path) as reader:
             np.testing.assert_array_equal(reader.dequantize("x"), view.copy())
 
@@ -100,49 +101,69 @@ def test_b26_strided_views_give_the_bytes_of_their_copies(tmp_path: Path, rng: n
 # ---- writing: nothing half-written under a final name ----------------------------------------------------------------
 
 
-def one_tensor_plan(produce: Callable[[], Any], n: int = 64) -> Plan:
+def one_tensor_plan(produce: Callable[[int, int], Any]) -> Plan:
+    """Four rows of 64 bytes, one after another."""
     plan = Plan()
     plan.add_field("general.architecture", "test", V.STRING)
-    plan.add_tensor(PlannedTensor("x", (n,), T.F32, produce))
+    plan.add_tensor(PlannedTensor("x", (16, 4), T.F32, produce, 1))
     return plan
+
+
+def zeros(first: int, count: int) -> bytes:
+    return bytes(64 * count)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("chunks", "message"),
-    [
-        ([bytes(100), bytes(100)], "tensor x: 256 bytes planned, 200 produced"),
-        ([bytes(200), bytes(100)], "tensor x: 256 bytes planned, at least 300 produced"),
-        ([], "tensor x: 256 bytes planned, 0 produced"),
-    ],
-)
-def test_wrong_amount_of_bytes_is_an_error(tmp_path: Path, chunks: list[bytes], message: str) -> None:
-    with pytest.raises(GGUFError, match=message):
-        one_tensor_plan(lambda: chunks).write(tmp_path / "x.gguf")
+@pytest.mark.parametrize("n_bytes", [0, 63, 65])
+def test_wrong_amount_of_bytes_is_an_error(tmp_path: Path, n_bytes: int) -> None:
+    plan = one_tensor_plan(lambda first, count: bytes(n_bytes if first == 2 else 64))
+    with pytest.raises(GGUFError, match=f"tensor x: rows 2 to 2: 64 bytes planned, {n_bytes} produced"):
+        write_file(plan, tmp_path / "x.gguf")
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 def test_failing_producer_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
-    def produce() -> Iterator[bytes]:
-        yield bytes(100)
-        raise error
+    def produce(first: int, count: int) -> bytes:
+        if first:
+            raise error
+        return bytes(64)
 
     with pytest.raises(type(error)):
-        one_tensor_plan(produce).write(tmp_path / "x.gguf")
+        write_file(one_tensor_plan(produce), tmp_path / "x.gguf")
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_bytes_and_first_error_do_not_depend_on_threads(tmp_path: Path, threads: int) -> None:
+    def produce(first: int, count: int) -> bytes:
+        time.sleep((7 * first % 5) / 1000)  # so that they do not end in order
+        if broken and first % 20 == 19:
+            raise RuntimeError(f"row {first}")
+        return bytes([first]) * 64 * count
+
+    plan = Plan()
+    plan.add_tensor(PlannedTensor("x", (16, 100), T.F32, produce, 3))
+    broken = False
+    write_file(plan, tmp_path / "x.gguf", threads=threads)
+    with GGUFReader(tmp_path / "x.gguf") as reader:
+        rows = [first for first in range(100) if first % 3 == 0 for _ in range(min(3, 100 - first))]
+        assert reader.data("x").tobytes() == b"".join(bytes([first]) * 64 for first in rows)
+    broken = True
+    with pytest.raises(RuntimeError, match="row 39"):
+        write_file(plan, tmp_path / "y.gguf", threads=threads)
 
 
 def test_existing_output_needs_force(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_text("precious")
     with pytest.raises(GGUFError, match=r"x\.gguf already exists.*--force"):
-        one_tensor_plan(never).write(path)
+        write_file(one_tensor_plan(never), path)
     assert path.read_text() == "precious"
-    one_tensor_plan(lambda: [bytes(256)]).write(path, force=True)
+    write_file(one_tensor_plan(zeros), path, force=True)
     GGUFReader(path).close()
     assert names(tmp_path) == ["x.gguf"]
 
@@ -150,7 +171,7 @@ def test_existing_output_needs_force(tmp_path: Path) -> None:
 def test_a_pipe_or_device_is_never_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.gguf")
     with pytest.raises(GGUFError, match="not a regular file"):
-        one_tensor_plan(never).write(tmp_path / "x.gguf", force=True)
+        write_file(one_tensor_plan(never), tmp_path / "x.gguf", force=True)
     assert (tmp_path / "x.gguf").is_fifo()
 
 
@@ -159,7 +180,7 @@ def test_a_run_killed_while_it_published_is_no_obstacle(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_text("finished")
     (tmp_path / "x.gguf.partial").hardlink_to(path)
-    one_tensor_plan(lambda: [bytes(256)]).write(path, force=True)
+    write_file(one_tensor_plan(zeros), path, force=True)
     GGUFReader(path).close()
     assert names(tmp_path) == ["x.gguf"]
 
@@ -168,7 +189,7 @@ def test_failure_with_force_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_text("precious")
     with pytest.raises(GGUFError, match="produced"):
-        one_tensor_plan(lambda: []).write(path, force=True)
+        write_file(one_tensor_plan(lambda first, count: b""), path, force=True)
     assert path.read_text() == "precious"
     assert names(tmp_path) == ["x.gguf"]
 
@@ -176,12 +197,12 @@ def test_failure_with_force_keeps_the_old_file(tmp_path: Path) -> None:
 def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
 
-    def produce() -> list[bytes]:
+    def produce(first: int, count: int) -> bytes:
         path.write_text("precious")
-        return [bytes(256)]
+        return bytes(64)
 
     with pytest.raises(GGUFError, match="appeared while it was being written"):
-        one_tensor_plan(produce).write(path)
+        write_file(one_tensor_plan(produce), path)
     assert path.read_text() == "precious"
     assert names(tmp_path) == ["x.gguf"]
 
@@ -193,8 +214,8 @@ def test_links_are_not_followed(tmp_path: Path, target_exists: bool) -> None:
         target.write_text("precious")
     link.symlink_to(target)
     with pytest.raises(GGUFError, match="already exists"):
-        one_tensor_plan(never).write(link)
-    one_tensor_plan(lambda: [bytes(256)]).write(link, force=True)
+        write_file(one_tensor_plan(never), link)
+    write_file(one_tensor_plan(zeros), link, force=True)
     assert not link.is_symlink()
     assert target.exists() == target_exists and (not target_exists or target.read_text() == "precious")
 
@@ -204,30 +225,30 @@ def test_link_under_the_partial_name_is_refused(tmp_path: Path) -> None:
     target.write_text("precious")
     (tmp_path / "x.gguf.partial").symlink_to(target)
     with pytest.raises(GGUFError, match=r"x\.gguf\.partial: cannot be created"):
-        one_tensor_plan(never).write(tmp_path / "x.gguf")
+        write_file(one_tensor_plan(never), tmp_path / "x.gguf")
     (tmp_path / "x.gguf.partial").unlink()
     (tmp_path / "x.gguf.partial").hardlink_to(target)
     with pytest.raises(GGUFError, match="in the way"):
-        one_tensor_plan(never).write(tmp_path / "x.gguf")
+        write_file(one_tensor_plan(never), tmp_path / "x.gguf")
     assert target.read_text() == "precious"
 
 
 @pytest.mark.parametrize("path", ["missing/x.gguf", "."])
 def test_folder_faults_are_named(tmp_path: Path, path: str) -> None:
     with pytest.raises(GGUFError, match="does not exist|is a folder"):
-        one_tensor_plan(never).write(tmp_path / path)
+        write_file(one_tensor_plan(never), tmp_path / path)
 
 
 def test_two_writers_of_one_file(tmp_path: Path) -> None:
     """The second is refused while the first is at work, and does not disturb it."""
     path = tmp_path / "x.gguf"
 
-    def produce() -> list[bytes]:
+    def produce(first: int, count: int) -> bytes:
         with pytest.raises(GGUFError, match="another process is writing this file"):
-            one_tensor_plan(never).write(path)
-        return [bytes(256)]
+            write_file(one_tensor_plan(never), path)
+        return bytes(64)
 
-    one_tensor_plan(produce).write(path)
+    write_file(one_tensor_plan(produce), path)
     GGUFReader(path).close()
 
 
@@ -235,7 +256,7 @@ def test_a7_disk_too_small_is_known_before_start(tmp_path: Path, monkeypatch: py
     usage = writer_module.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(writer_module.shutil, "disk_usage", lambda _: usage._replace(free=300))
     with pytest.raises(GGUFError, match=r"x\.gguf: \d+ bytes are needed, but only 300 are free"):
-        one_tensor_plan(never).write(tmp_path / "x.gguf")
+        write_file(one_tensor_plan(never), tmp_path / "x.gguf")
     assert names(tmp_path) == []
 
 
@@ -249,34 +270,35 @@ def test_a7_disk_too_small_is_known_before_start(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_a7_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str) -> None:
-    real, calls = os.write, []
+    real, calls = os.pwrite, []
 
-    def write(handle: int, data: memoryview) -> int:
+    def pwrite(handle: int, data: memoryview, offset: int) -> int:
         calls.append(len(data))
         if len(calls) > 5:
             raise OSError(number, os.strerror(number))
-        return real(handle, data[:50])  # short writes must be continued
+        return real(handle, data[:50], offset)  # short writes must be continued
 
-    monkeypatch.setattr(writer_module.os, "write", write)
-    with pytest.raises(GGUFError, match=rf"x\.gguf: .*{message}.*: 228 of \d+ bytes were written"):
-        one_tensor_plan(lambda: [bytes(256)]).write(tmp_path / "x.gguf")
+    monkeypatch.setattr(writer_module.os, "pwrite", pwrite)
+    plan = one_tensor_plan(zeros)
+    done = len(plan.header()) + 128
+    with pytest.raises(GGUFError, match=rf"x\.gguf: .*{message}.*: {done} of {done + 128} bytes were written"):
+        write_file(plan, tmp_path / "x.gguf", threads=1)
     assert names(tmp_path) == []
 
 
 SUBPROCESS = """
     import resource, sys, time
     from pathlib import Path
-    from gguf_ext import GGUFError, Plan, PlannedTensor
+    from gguf_ext import GGUFError, Plan, PlannedTensor, write_file
     from gguf_ext.constants import GGMLQuantizationType
 
-    def produce():
-        for n in range(64):
-            yield bytes([n]) * 1024
-            print(n, flush=True)
-            time.sleep(float(sys.argv[2]))
+    def produce(first, count):
+        print(first, flush=True)
+        time.sleep(float(sys.argv[2]))
+        return bytes([first]) * 1024
 
     plan = Plan()
-    plan.add_tensor(PlannedTensor("x", (16384,), GGMLQuantizationType.F32, produce))
+    plan.add_tensor(PlannedTensor("x", (256, 64), GGMLQuantizationType.F32, produce, 1))
 """
 
 
@@ -288,7 +310,7 @@ def test_a7_file_size_limit_of_the_process(tmp_path: Path) -> None:
     body = """
         resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
         try:
-            plan.write(Path(sys.argv[1]))
+            write_file(plan, Path(sys.argv[1]))
         except GGUFError as error:
             print(error)
     """
@@ -300,7 +322,7 @@ def test_a7_file_size_limit_of_the_process(tmp_path: Path) -> None:
 
 def test_killed_writer_leaves_only_a_partial_and_the_next_run_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
-    body = "plan.write(Path(sys.argv[1]))"
+    body = "write_file(plan, Path(sys.argv[1]))"
     with subprocess.Popen([*script(body), str(path), "0.1"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(3):
@@ -321,19 +343,18 @@ def test_lock_is_given_up_when_the_writer_ends(tmp_path: Path) -> None:
     with partial.open("rb") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         with pytest.raises(GGUFError, match="another process"):
-            one_tensor_plan(never).write(tmp_path / "x.gguf")
-    one_tensor_plan(lambda: [bytes(256)]).write(tmp_path / "x.gguf")
+            write_file(one_tensor_plan(never), tmp_path / "x.gguf")
+    write_file(one_tensor_plan(zeros), tmp_path / "x.gguf")
     assert names(tmp_path) == ["x.gguf"]
     GGUFReader(tmp_path / "x.gguf").close()
 
 
 def test_progress_counts_to_the_end(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    size = one_tensor_plan(lambda: [bytes(128), bytes(128)]).write(
-        tmp_path / "x.gguf", progress=lambda *event: seen.append(event)
+    size = write_file(
+        one_tensor_plan(zeros), tmp_path / "x.gguf", progress=lambda *event: seen.append(event), threads=3
     )
-    assert [event[0] for event in seen] == ["x", "x"]
-    assert seen[-1] == ("x", size, size)
+    assert seen == [("x", size - left, size) for left in (192, 128, 64, 0)]
 
 
 # ---- row quantization ------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ Builds on the PyPI package `gguf` and is named apart from it, so it never hides 
 """
 
 from .errors import GGUFError
+from .plan import Plan, PlannedTensor
 from .reader import GGUFReader, TensorInfo
-from .writer import Plan, PlannedTensor
+from .writer import write_file
 
-__all__ = ["GGUFError", "GGUFReader", "Plan", "PlannedTensor", "TensorInfo"]
+__all__ = ["GGUFError", "GGUFReader", "Plan", "PlannedTensor", "TensorInfo", "write_file"]

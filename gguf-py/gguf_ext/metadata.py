@@ -17,7 +17,7 @@ import yaml
 
 from .constants import GGUFValueType
 from .errors import GGUFError
-from .writer import Plan, PlannedTensor
+from .plan import Plan, PlannedTensor
 
 GENERATION_CONFIG = "generation_config.json"
 MODEL_CARD = "README.md"

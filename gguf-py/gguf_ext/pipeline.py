@@ -1,0 +1,60 @@
+"""Jobs done by several threads, their results in the order of the jobs, memory bounded.
+
+Python threads run in parallel here because what the jobs spend their time in (reading, numpy, the native library,
+checksums, writing) releases the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+_J = TypeVar("_J")
+_R = TypeVar("_R")
+
+MEMORY = 128 << 20  # bytes that jobs may hold together
+
+
+def default_threads() -> int:
+    """One per processor this process may use, and one that waits for the disk meanwhile."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def in_order(
+    jobs: Iterable[_J],
+    work: Callable[[_J], _R],
+    *,
+    threads: int,
+    memory: Callable[[_J], int],
+    limit: int = MEMORY,
+) -> Iterator[tuple[_J, _R]]:
+    """Yield (job, `work(job)`) in the order of `jobs`.
+
+    Jobs that are begun and not yet yielded hold `limit` bytes at most by `memory(job)`, a single larger one apart.
+    `jobs` is only advanced as far as that. The first failure in the order of jobs is raised, however the threads are
+    scheduled; when this returns or raises no job is running any more.
+    """
+    jobs = iter(jobs)
+    window: deque[tuple[_J, Future[_R], int]] = deque()
+    held = 0
+    with ThreadPoolExecutor(threads, "piece") as pool:
+        try:
+            waiting = next(jobs, None)
+            while waiting is not None or window:
+                # Twice as many jobs as threads keep all of them busy while the oldest job is a slow one.
+                while waiting is not None and len(window) < 2 * threads:
+                    cost = memory(waiting)
+                    if window and held + cost > limit:
+                        break
+                    held += cost
+                    window.append((waiting, pool.submit(work, waiting), cost))
+                    waiting = next(jobs, None)
+                job, future, cost = window.popleft()
+                yield job, future.result()
+                held -= cost
+        finally:
+            for _, future, _ in window:
+                future.cancel()
