@@ -19,7 +19,7 @@ from types import TracebackType
 from .config import read_json
 from .errors import Checks, ConversionError, listed
 from .headers import FLOAT_DTYPES, Source, parse_header, read_header
-from .shards import LocalStore, Shard, Store
+from .shards import LocalStore, Shard, Store, is_plain_name
 
 __all__ = ["FLOAT_DTYPES", "INDEX_NAME", "SINGLE_NAME", "Checkpoint", "Source"]
 
@@ -148,19 +148,12 @@ def _read_index(index: Path) -> dict[str, list[str]]:
         raise ConversionError(f"{index}: weight_map is missing or empty")
     names: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or (file not in names and not _is_relative_name(file)):
+        if not isinstance(file, str) or (file not in names and not is_plain_name(file)):
             raise ConversionError(f"{index}: tensor {name}: {file!r} is not the name of a file in this folder")
         names.setdefault(file, []).append(name)
     for of_file in names.values():
         of_file.sort()
     return names
-
-
-def _is_relative_name(file: str) -> bool:
-    """Whether a name stays in the folder and is spelled in the one plain way: `shard` or `sub/shard`, no `..`, no `.`,
-    no `//`, no control characters."""
-    parts = file.split("/")
-    return file.isprintable() and "\\" not in file and not any(part in ("", ".", "..") for part in parts)
 
 
 def _compare(file: str, names: list[str], sources: list[Source], lost: dict[str, str], extra: dict[str, str]) -> None:

@@ -25,13 +25,16 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         prog=prog, description="Convert a Hugging Face checkpoint of a Kimi model to a GGUF file.", allow_abbrev=False
     )
     p.add_argument(
-        "model", metavar="MODEL_DIR", nargs="?", type=Path, help="folder with config.json and safetensors shards"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder with config.json and safetensors shards; with --remote the ORG/NAME of a model on the hub",
     )
     p.add_argument(
         "--outfile",
         type=Path,
         help="output file, or a folder for a name made from the model's; {ftype} in the name stands for the type "
-        "(default: a name made from the model's, in MODEL_DIR)",
+        "(default: a name made from the model's, in MODEL; for a remote model in the current folder)",
     )
     p.add_argument(
         "--outtype",
@@ -48,11 +51,19 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     p.add_argument(
         "--metadata", metavar="FILE", type=Path, help="JSON file of general.* keys that override what is found"
     )
+    _add_remote(p.add_argument_group("models on the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are honoured)"))
     _add_writing(p.add_argument_group("writing"))
     _add_split(p.add_argument_group("splitting the output"))
     p.add_argument("--print-supported-models", action="store_true", help="list the supported architectures and exit")
     p.add_argument("--verbose", action="store_true", help="print a line per tensor")
     return p
+
+
+def _add_remote(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--remote", action="store_true", help="MODEL is ORG/NAME; its shards are read in parts and not kept"
+    )
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: main)")
 
 
 def _add_writing(group: argparse._ArgumentGroup) -> None:
@@ -133,7 +144,9 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         print("\n".join(supported_architectures()))
         return 0
     if arguments.model is None:
-        p.error("the following arguments are required: MODEL_DIR")
+        p.error("the following arguments are required: MODEL")
+    if arguments.revision is not None and not arguments.remote:
+        p.error("--revision goes with --remote")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter())
     logs = [logging.getLogger(name) for name in ("conversion", "gguf_ext")]
@@ -148,6 +161,8 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
                 arguments.outfile,
                 arguments.outtype,
                 arguments.force,
+                remote=arguments.remote,
+                revision=arguments.revision,
                 restart=arguments.restart,
                 dry_run=arguments.dry_run,
                 vocab_only=arguments.vocab_only,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from gguf_ext import Plan
+from gguf_ext import Plan, PlannedTensor
 from gguf_ext import constants as c
 from gguf_ext.constants import GGMLQuantizationType, GGUFValueType, LlamaFileType
 from gguf_ext.metadata import GENERATION_CONFIG, MODEL_CARD, Metadata, fill_template
@@ -22,9 +23,10 @@ from .base import OUTTYPES, Converter, get_converter
 from .checkpoint import Checkpoint
 from .config import Config
 from .errors import ConversionError
+from .shards import LocalStore, Store
 from .types import Types
 from .vocab import CONFIG_NAME as TOKENIZER_CONFIG
-from .vocab import RANKS_NAME, read_vocabulary
+from .vocab import RANKS_NAME, Vocabulary, read_vocabulary
 
 AUTO = "auto"
 CONFIG = "config.json"
@@ -39,7 +41,9 @@ class Request:
 
     Attributes:
         model_dir: folder with `config.json`, `tiktoken.model`, `tokenizer_config.json` and safetensors shards.
-        outfile: a file, a file name with `{ftype}` or `{outtype}` in it, or a folder; by default the model folder.
+        remote: `model_dir` is ORG/NAME on the hub, at `revision` (default "main"); nothing is kept but the output.
+        outfile: a file, a file name with `{ftype}` or `{outtype}` in it, or a folder; by default the model folder, or
+            `ORG-NAME-{ftype}.gguf` of a remote model.
         outtype: "f32", "f16", "bf16", "q8_0", or "auto": the checkpoint's own 16-bit type. Packed experts stay MXFP4.
         force: replace an existing output.
         restart: throw away what an unfinished run has left, instead of continuing it.
@@ -57,6 +61,8 @@ class Request:
     outfile: str | Path | None = None
     outtype: str = AUTO
     force: bool = False
+    remote: bool = False
+    revision: str | None = None
     restart: bool = False
     dry_run: bool = False
     vocab_only: bool = False
@@ -91,41 +97,77 @@ def run(request: Request) -> list[Path]:
     Raises:
         ConversionError, GGUFError: as `convert`.
     """
-    folder = Path(request.model_dir)
-    if not folder.is_dir():
-        raise ConversionError(f"{folder} is not a folder")
     if request.outtype != AUTO and request.outtype not in OUTTYPES:
         raise ConversionError(f"output type {request.outtype!r}, expected one of {', '.join((*OUTTYPES, AUTO))}")
-    config = Config(folder / CONFIG)
-    converter = get_converter(config.architecture)(config)
-    log.info("%s: %s with %d layers", folder, config.architecture, converter.n_layers)
-    vocabulary = read_vocabulary(folder, config, converter.chat_template)
-    log.info("vocabulary: %d tokens, %d merges", len(vocabulary.tokens), len(vocabulary.merges))
+    with local_request(request) as (local, store):
+        config = Config(Path(local.model_dir) / CONFIG)
+        converter = get_converter(config.architecture)(config)
+        log.info("%s: %s with %d layers", request.model_dir, config.architecture, converter.n_layers)
+        vocabulary = read_vocabulary(Path(local.model_dir), config, converter.chat_template)
+        log.info("vocabulary: %d tokens, %d merges", len(vocabulary.tokens), len(vocabulary.merges))
+        if request.vocab_only:
+            return _finish(local, *plan_vocabulary(local, converter, vocabulary), None)
+        with Checkpoint(Path(local.model_dir), store) as checkpoint:
+            return _finish(local, *plan_file(local, converter, vocabulary, checkpoint), checkpoint)
+
+
+@contextmanager
+def local_request(request: Request) -> Iterator[tuple[Request, Store]]:
+    """The request for a folder on this machine, and where its shards are; of a remote model the folder has the small
+    files.
+
+    Raises:
+        ConversionError: the folder does not exist; see `remote.open_remote`.
+    """
+    if not request.remote:
+        folder = Path(request.model_dir)
+        if request.revision is not None:
+            raise ConversionError("a revision is given for a folder, expected one only with --remote")
+        if not folder.is_dir():
+            raise ConversionError(f"{folder} is not a folder")
+        yield request, LocalStore(folder)
+        return
+    from .remote import open_remote  # the network library takes longer to import than a small conversion
+
+    with open_remote(str(request.model_dir), request.revision) as model:
+        outfile = request.outfile or model.model_id.replace("/", "-") + "-{ftype}.gguf"
+        yield replace(request, model_dir=model.folder, outfile=outfile, remote=False, revision=None), model
+
+
+def plan_vocabulary(request: Request, converter: Converter, vocabulary: Vocabulary) -> tuple[Plan, Path]:
+    """Keys and vocabulary without tensors, and the name of their file."""
+    file_type = OUTTYPES.get(request.outtype, OUTTYPES["f16"])[1]
+    described = _describe(request, converter, ())
+    plan = _plan(converter, described, file_type)
+    vocabulary.add_fields(plan)
+    return plan, _target(Path(request.model_dir), request.outfile, described.file_name(None), file_type)
+
+
+def plan_file(
+    request: Request, converter: Converter, vocabulary: Vocabulary, checkpoint: Checkpoint
+) -> tuple[Plan, Path]:
+    """Everything the output will hold, and its name."""
+    outtype = converter.auto_outtype(checkpoint) if request.outtype == AUTO else request.outtype
+    wanted, file_type = OUTTYPES[outtype]
+    types = Types(wanted)
+    tensors = converter.plan_tensors(checkpoint, types)
+    for warning in types.warnings:
+        log.warning("%s", warning)
+    if any(tensor.type == GGMLQuantizationType.MXFP4 for tensor in tensors):
+        file_type = LlamaFileType.MOSTLY_MXFP4_MOE
+    described = _describe(request, converter, tensors)
+    plan = _plan(converter, described, file_type)
+    vocabulary.add_fields(plan)
+    for tensor in tensors:
+        plan.add_tensor(tensor)
+        log.debug("%s: %s, ne %s", tensor.name, tensor.type.name, tensor.ne)
+    name = described.file_name(_type_name(file_type))
+    return plan, _target(Path(request.model_dir), request.outfile, name, file_type)
+
+
+def _describe(request: Request, converter: Converter, tensors: Sequence[PlannedTensor]) -> Metadata:
     overrides = Path(request.metadata) if request.metadata is not None else None
-    if request.vocab_only:
-        file_type = OUTTYPES.get(request.outtype, OUTTYPES["f16"])[1]
-        described = Metadata(folder, converter.architecture, (), overrides, request.model_name)
-        plan = _plan(converter, described, file_type)
-        vocabulary.add_fields(plan)
-        path = _target(folder, request.outfile, described.file_name(None), file_type)
-        return _finish(request, plan, path, None)
-    with Checkpoint(folder) as checkpoint:
-        outtype = converter.auto_outtype(checkpoint) if request.outtype == AUTO else request.outtype
-        wanted, file_type = OUTTYPES[outtype]
-        types = Types(wanted)
-        tensors = converter.plan_tensors(checkpoint, types)
-        for warning in types.warnings:
-            log.warning("%s", warning)
-        if any(tensor.type == GGMLQuantizationType.MXFP4 for tensor in tensors):
-            file_type = LlamaFileType.MOSTLY_MXFP4_MOE
-        described = Metadata(folder, converter.architecture, tensors, overrides, request.model_name)
-        plan = _plan(converter, described, file_type)
-        vocabulary.add_fields(plan)
-        for tensor in tensors:
-            plan.add_tensor(tensor)
-            log.debug("%s: %s, ne %s", tensor.name, tensor.type.name, tensor.ne)
-        name = described.file_name(_type_name(file_type))
-        return _finish(request, plan, _target(folder, request.outfile, name, file_type), checkpoint)
+    return Metadata(Path(request.model_dir), converter.architecture, tensors, overrides, request.model_name)
 
 
 def _plan(converter: Converter, described: Metadata, file_type: LlamaFileType) -> Plan:

@@ -128,3 +128,10 @@ class LocalStore:
 
     def open(self, name: str) -> Shard:
         return LocalShard(name, self.folder / name)
+
+
+def is_plain_name(file: str) -> bool:
+    """Whether a name stays in the folder and is spelled in the one plain way: `shard` or `sub/shard`, no `..`, no `.`,
+    no `//`, no control characters."""
+    parts = file.split("/")
+    return file.isprintable() and "\\" not in file and not any(part in ("", ".", "..") for part in parts)

@@ -103,7 +103,7 @@ def test_the_library_neither_prints_nor_ends_the_process() -> None:
 # Package -> what it may import beside the standard library and itself.
 PACKAGES: dict[str, set[str]] = {
     "gguf-py/gguf_ext": {"numpy", "gguf", "yaml"},
-    "conversion": {"numpy", "gguf_ext", "gguf"},
+    "conversion": {"numpy", "gguf_ext", "gguf", "requests", "urllib3"},
     "deltallama": {"numpy", "cffi", "tiktoken", "gguf_ext", "conversion"},
     "tests/reference": {"numpy"},
 }
