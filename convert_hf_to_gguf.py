@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent / "gguf-py")]
 
 from conversion import cli_main  # noqa: E402
+from gguf_ext import console  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(cli_main())
+    sys.exit(console.run(cli_main, ()))

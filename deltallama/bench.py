@@ -25,6 +25,10 @@ def measure(llm: Llama, n_prompt: int, n_gen: int, repetitions: int) -> dict[str
         raise ArgumentError(
             f"nothing to measure: {n_prompt} prompt tokens, {n_gen} generated, {repetitions} repetitions"
         )
+    if max(n_prompt, n_gen + 1 if n_gen else 0) > llm.n_ctx:  # before the tokens are drawn
+        raise ArgumentError(
+            f"{n_prompt} prompt tokens or 1 + {n_gen} generated exceed the {llm.n_ctx} positions (n_ctx)"
+        )
     rng = np.random.default_rng(0)
     prompt, generation = [], []
     for _ in range(repetitions):

@@ -78,6 +78,8 @@ def path_bytes(path: str | os.PathLike[str]) -> bytes:
         encoded = os.fsencode(path)
     except (TypeError, UnicodeEncodeError) as error:
         raise ArgumentError(f"not a path: {brief(path)}: {error}") from None
+    if not encoded:
+        raise ArgumentError("the path is empty")
     if b"\0" in encoded:
         raise ArgumentError(f"a path cannot contain a zero byte: {brief(path)}")
     return encoded

@@ -10,38 +10,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from gguf_ext import console
+
 from . import __version__, bench, build_info, default_options
-from .errors import DeltaError
+from .errors import ArgumentError, DeltaError
 from .handles import devices, plan
 from .model import Llama
 from .results import Completion, Reply
-
-OK, FAILED, INTERRUPTED = 0, 1, 130  # argparse itself exits with 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0, 1 after an error, 2 for wrong usage, 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def command() -> int:
         if arguments[:1] == ["convert"]:  # has a parser of its own, shared with convert_hf_to_gguf.py
             from conversion import cli_main
 
             return int(cli_main(arguments[1:], prog="deltallama convert"))
         options = _parser().parse_args(arguments)
-        command: Callable[[argparse.Namespace], None] = options.command
-        command(options)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone; nothing is left to say, and the interpreter must not try again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except (DeltaError, OSError) as error:
-        print(f"deltallama: error: {error}", file=sys.stderr)
-        return FAILED
-    return OK
+        options.command(options)
+        return console.OK
+
+    return console.run(command, (DeltaError, MemoryError), "deltallama: ")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,7 +103,7 @@ def _model_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(options: argparse.Namespace) -> None:
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = _read_prompt() if options.prompt == "-" else options.prompt
     sampling = {name: getattr(options, name) for name in default_options()}
     sampling.update(seed=options.seed, stop=options.stop, max_tokens=options.max_tokens)
     with Llama(options.model, **_model_options(options)) as llm:
@@ -145,6 +136,12 @@ def _run(options: argparse.Namespace) -> None:
             speed = (usage.total_tokens - usage.cached_tokens) / seconds if seconds else 0.0
             counts = f"{usage.prompt_tokens} prompt + {usage.completion_tokens} generated tokens"
             print(f"{counts}, {seconds:.2f} s, {speed:.1f} tokens/s, seed {result.seed}", file=sys.stderr)
+
+
+def _read_prompt() -> str:
+    if sys.stdin is None:
+        raise ArgumentError("standard input is closed: there is no prompt to read")
+    return sys.stdin.read()
 
 
 def _show(text: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import conversion
 from deltallama import DeltaError, Llama, Reply
+from gguf_ext import console
 
 NANO = Path(__file__).resolve().parent / "kimi-k3-nano"
 N_QUESTIONS = 3
@@ -31,15 +32,15 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="GGUF file to write")
     parser.add_argument("--convert-only", action="store_true", help="ask nothing")
     parser.add_argument("--seed", type=int, help="repeat a choice of questions")
-    options = parser.parse_args()
-    try:
+
+    def command() -> int:
+        options = parser.parse_args()
         convert(options.model)
         if not options.convert_only:
             ask(options.model, random.randrange(10**6) if options.seed is None else options.seed)
-    except (DeltaError, conversion.ConversionError, OSError) as error:
-        print(f"demo: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return console.OK
+
+    return console.run(command, (DeltaError, conversion.ConversionError), "demo: ")
 
 
 def convert(model: Path) -> None:

@@ -144,7 +144,7 @@ def test_opening_options_by_name(k3_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [None, 5, 1.5, "a\0b", b"a\0b", "\ud800", ["x"], Unprintable()], ids=lambda p: type(p).__name__
+    "path", [None, 5, 1.5, "", "a\0b", b"a\0b", "\ud800", ["x"], Unprintable()], ids=lambda p: type(p).__name__
 )
 def test_paths(llm: Llama, path: Any) -> None:
     for attempt in (Llama, deltallama.plan, llm.save_state, llm.load_state):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from . import console
 from .errors import GGUFError
 from .reader import GGUFReader
 
@@ -40,26 +41,21 @@ def _shown(value: Any, full: bool) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Prints the listing; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m gguf_ext.dump", description="Print the keys and tensors of a GGUF file."
     )
     parser.add_argument("file", help="a GGUF file, or the first of a split")
     parser.add_argument("--full", action="store_true", help="print arrays and long strings whole")
-    arguments = parser.parse_args(argv)
-    try:
+
+    def command() -> int:
+        arguments = parser.parse_args(argv)
         with GGUFReader(arguments.file) as reader:
-            print(dump(reader, arguments.full), flush=True)
-    except BrokenPipeError:  # see below
-        raise
-    except (GGUFError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+            print(dump(reader, arguments.full))
+        return console.OK
+
+    return console.run(command, (GGUFError,))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BrokenPipeError:  # the reader of our output (head, less) has seen enough
-        sys.stderr.close()
-        sys.exit(0)
+    sys.exit(main())
