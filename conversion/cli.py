@@ -32,7 +32,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--outfile",
-        type=Path,
+        type=_path,
         help="output file, or a folder for a name made from the model's; {ftype} in the name stands for the type "
         "(default: a name made from the model's, in MODEL; for a remote model in the current folder)",
     )
@@ -49,7 +49,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     p.add_argument("--vocab-only", action="store_true", help="write keys and vocabulary without tensors")
     p.add_argument("--model-name", metavar="NAME", help="general.name (default: from the model card or the folder)")
     p.add_argument(
-        "--metadata", metavar="FILE", type=Path, help="JSON file of general.* keys that override what is found"
+        "--metadata", metavar="FILE", type=_path, help="JSON file of general.* keys that override what is found"
     )
     _add_remote(p.add_argument_group("models on the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are honoured)"))
     _add_writing(p.add_argument_group("writing"))
@@ -132,6 +132,12 @@ def _numbers(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
+def _path(text: str) -> Path:
+    if not text:  # which Path takes for the current folder
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
 def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the conversion with command-line arguments; returns the exit status: 0, 1 for an error, 130 when interrupted.
 
@@ -143,7 +149,7 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     if arguments.print_supported_models:
         print("\n".join(supported_architectures()))
         return 0
-    if arguments.model is None:
+    if not arguments.model:
         p.error("the following arguments are required: MODEL")
     if arguments.revision is not None and not arguments.remote:
         p.error("--revision goes with --remote")

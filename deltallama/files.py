@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import StateError
+from .errors import ArgumentError, StateError
 
 
 class _Stamp(NamedTuple):
@@ -34,6 +34,15 @@ class OpenFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._stamps = {path: _Stamp.of(path) for path in map(os.path.abspath, paths)}
+
+    def refuse(self, path: bytes) -> None:
+        """Raises ArgumentError if something is about to be written to one of these files."""
+        try:
+            status = os.stat(path)
+        except OSError:
+            return
+        if (status.st_dev, status.st_ino) in {(stamp.device, stamp.inode) for stamp in self._stamps.values()}:
+            raise ArgumentError(f"{os.fsdecode(path)} is a file of the model itself")
 
     def check(self) -> None:
         """Raises StateError if one was changed in place. One that was replaced or removed lives on in its map."""

@@ -6,6 +6,7 @@ inside the library. So the call is made by a thread of its own, and the main thr
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import threading
 from collections.abc import Callable
@@ -37,7 +38,8 @@ def interruptible(work: Callable[[], None], cancel: Callable[[], None]) -> None:
 
     try:
         try:
-            threading.Thread(target=run, name="deltallama", daemon=True).start()
+            # Not threading.Thread: an exception of a signal handler that meets its weak references is lost.
+            _thread.start_new_thread(run, ())
         except RuntimeError:  # no thread to be had: at the end of the interpreter, or at a limit
             run()
         done.wait()

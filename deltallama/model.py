@@ -340,9 +340,11 @@ class Llama:
             self._handles.compute(lambda: lib.delta_session_truncate(self._handles.session, length))
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Writes the timeline and its state to a file, complete or not at all."""
+        """Writes the timeline and its state to a file, complete or not at all; never over the model."""
+        target = path_bytes(path)
+        self._files.refuse(target)
         with self._take_turn(), self._handles.use():
-            call(lib.delta_session_save(self._handles.session, path_bytes(path)))
+            call(lib.delta_session_save(self._handles.session, target))
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
         """Restores what `save_state` wrote with the same model; anything else is refused and changes nothing."""

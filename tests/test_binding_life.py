@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -224,6 +225,48 @@ def test_a_signal_handler_can_cancel_and_nothing_else(slow: Llama) -> None:
     assert not refused and not slow.closed and slow.generate(PROMPT, max_tokens=3).tokens
 
 
+def test_an_interrupt_at_any_moment_leaves_a_usable_model(k3_path: Path, tmp_path: Path, seed: int) -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    rng = random.Random(seed)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    n_interrupted = 0
+    with Llama(k3_path, n_ctx=512, n_batch=8) as model:
+        expected = model.generate(PROMPT, max_tokens=5, temperature=0).tokens
+        model.save_state(tmp_path / "state")
+        calls: list[Callable[[], object]] = [
+            lambda: model.eval([7] * 200),
+            lambda: model.sync([9] * 300),
+            lambda: model.truncate(model.n_tokens // 2),
+            lambda: model.generate([5, 6], max_tokens=30),
+            lambda: list(model.generate([5], max_tokens=20, stream=True)),
+            lambda: model.chat(USER, max_tokens=5),
+            lambda: model.save_state(tmp_path / "state"),
+            lambda: model.load_state(tmp_path / "state"),
+            model.reset,
+        ]
+        try:
+            for _ in range(300):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.choice([1e-4, 1e-3, 3e-3, 1e-2]))
+                    rng.choice(calls)()
+                except Interrupt:
+                    n_interrupted += 1
+                except deltallama.ContextFullError:
+                    pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                if rng.random() < 0.1:
+                    assert model.generate(PROMPT, max_tokens=5, temperature=0).tokens == expected
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+    assert n_interrupted > 20
+
+
 def test_errors_of_an_evaluation_arrive(llm: Llama) -> None:
     for tokens, error in (([5, 10**6], deltallama.ArgumentError), ([5] * 2000, deltallama.ContextFullError)):
         with pytest.raises(error, match="tokens?"):
@@ -425,6 +468,17 @@ def test_a_file_that_is_replaced_or_removed_lives_on(k3_path: Path, tmp_path: Pa
         assert model.generate(PROMPT, max_tokens=3, temperature=0) == expected
         path.unlink()
         assert model.generate(PROMPT, max_tokens=3, temperature=0) == expected
+
+
+def test_a_saved_state_never_replaces_the_model(k3_path: Path, tmp_path: Path) -> None:
+    shutil.copy(k3_path, tmp_path / "m.gguf")
+    (tmp_path / "link").symlink_to("m.gguf")
+    with Llama(tmp_path / "m.gguf", n_ctx=32) as model:
+        model.eval(PROMPT)
+        for name in ("m.gguf", "link", "./../" + tmp_path.name + "/m.gguf"):
+            with pytest.raises(deltallama.ArgumentError, match="the model itself"):
+                model.save_state(os.path.join(tmp_path, name))
+    assert (tmp_path / "m.gguf").read_bytes() == k3_path.read_bytes()
 
 
 def test_wrong_opening_options_are_refused(k3_path: Path) -> None:

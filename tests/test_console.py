@@ -166,3 +166,18 @@ def test_odd_sizes_end_in_one_sentence(
     assert main([argument.replace("MODEL", str(k3_path)) for argument in arguments]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("deltallama: error: ") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("arguments", [[""], ["CHECKPOINT", "--outfile", ""], ["CHECKPOINT", "--metadata", ""]])
+def test_an_empty_path_is_not_the_current_folder(
+    tiny_checkpoint: Callable[..., Path],
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["convert", *(argument.replace("CHECKPOINT", str(tiny_checkpoint("kl"))) for argument in arguments)])
+    assert end.value.code == 2 and "MODEL" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import unicodedata
 from pathlib import Path
@@ -14,9 +15,25 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import test_nano
+import tiny_vocab
 from deltallama import ArgumentError, FormatError, Tokenizer, UnsupportedError
 from deltallama.tokenizer import MAX_BLOCK, MAX_RUN, PATTERN, byte_characters, split_long
 from gguf_ext import GGUFReader
+
+# -- the special tokens ------------------------------------------------------------------------------------------------
+
+
+def test_the_lists_of_special_tokens_agree() -> None:
+    """Written down independently: by the training, for the shipped model's files, for tiny checkpoints."""
+    source = Path(__file__).resolve().parent.parent / "models" / "train" / "bpe.py"
+    spec = importlib.util.spec_from_file_location("bpe_of_the_training", source)
+    assert spec is not None and spec.loader is not None
+    bpe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bpe)
+    assert bpe.SPECIAL == test_nano.K3_SPECIALS and bpe.N_SPECIAL == 256
+    assert {offset % 256: name for offset, name in tiny_vocab.K3_SPECIALS.items()} == bpe.SPECIAL  # -1 is the last
+
 
 # -- the definition ----------------------------------------------------------------------------------------------------
 

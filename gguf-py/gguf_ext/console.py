@@ -12,21 +12,22 @@ OK, FAILED, INTERRUPTED = 0, 1, 130  # argparse itself exits with 2
 _SAFE = (("utf-8", "surrogateescape"), ("utf-8", "backslashreplace"))  # the first gives the bytes of paths back
 
 
-def run(command: Callable[[], int], errors: tuple[type[Exception], ...], prefix: str = "") -> int:
+def run(command: Callable[[], int], errors: tuple[type[Exception], ...], prefix: str = "", unread: int = FAILED) -> int:
     """Runs `command` and returns its exit status; 1 after one of `errors`, which is printed; 130 when interrupted.
 
-    Output that cannot be written is such an error too, but a reader that has gone (`| head`) is nothing to speak of.
+    Output that cannot be written is such an error too, but a reader that has gone (`| head`) is nothing to speak of:
+    the status is then `unread`.
     """
     prepare_streams()
     try:
-        return _run(command, errors, prefix)
+        return _run(command, errors, prefix, unread)
     except OSError:  # the sentence about an error could not be written either
         return FAILED
     finally:
         _give_up_on_unwritable()
 
 
-def _run(command: Callable[[], int], errors: tuple[type[Exception], ...], prefix: str) -> int:
+def _run(command: Callable[[], int], errors: tuple[type[Exception], ...], prefix: str, unread: int) -> int:
     expected: tuple[type[Exception], ...] = (*errors, OSError)
     try:
         try:
@@ -38,7 +39,7 @@ def _run(command: Callable[[], int], errors: tuple[type[Exception], ...], prefix
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        return FAILED
+        return unread
     except expected as error:
         print(f"{prefix}error: {error}", file=sys.stderr)
         return FAILED

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             print(dump(reader, arguments.full))
         return console.OK
 
-    return console.run(command, (GGUFError,))
+    return console.run(command, (GGUFError,), unread=console.OK)  # who pages through a listing stops when satisfied
 
 
 if __name__ == "__main__":
