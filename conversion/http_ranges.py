@@ -228,26 +228,24 @@ class RemoteFile:
             self._target = None  # it may have led to a server that is down
             raise
         try:
-            self._check_status(response, url, known is not None)
+            self._check_status(response, url)
             self._check_identity(response, url, linked)
             self._target = url
             yield response
         finally:
             response.close()
 
-    def _check_status(self, response: requests.Response, url: str, from_memory: bool) -> None:
+    def _check_status(self, response: requests.Response, url: str) -> None:
         status, where = response.status_code, place(url)
         if status in (200, 206):
             coding = response.headers.get("Content-Encoding", "identity")
             if coding != "identity":
-                raise ConversionError(
-                    f"{self.what}: {where} sends it with the encoding {coding}, which was not asked for"
-                )
+                raise ConversionError(f"{self.what}: {where} sends it encoded as {coding}, which was not asked for")
             return
         if status in _LATER:
             raise _Later(f"{where} answers {status}", _asked_wait(response))
-        if from_memory and status in (*_REFUSED, *_GONE, 400):  # signed links end after a while: ask for a new one
-            self._target = None
+        if status in (*_REFUSED, *_GONE, 400) and not self.http.is_endpoint(url):
+            self._target = None  # signed links end after a while: ask for a new one
             raise _Later(f"{where} answers {status}")
         if status in _REFUSED:
             hint = "the model is gated or private; a token with access goes into HF_TOKEN"
@@ -255,9 +253,7 @@ class RemoteFile:
         if status in _GONE:
             raise ConversionError(f"{self.what}: {where} has no such file, model or revision (it answers {status})")
         if status == 416:
-            raise ConversionError(
-                f"{self.what} is shorter than it was said to be; was it changed? ({where} answers 416)"
-            )
+            raise ConversionError(f"{self.what} was changed: it is shorter than it was listed ({where} answers 416)")
         raise ConversionError(f"{self.what}: {where} answers {status}, expected 200 or 206")
 
     def _check_identity(self, response: requests.Response, url: str, linked: str | None) -> None:
@@ -274,10 +270,9 @@ class RemoteFile:
                 self._identities[host] = self._same(self._identities.get(host), found)
 
     def _same(self, before: str | None, found: str) -> str:
+        found = found.removeprefix("W/")
         if before is not None and before != found:
-            raise ConversionError(
-                f"{self.what} was changed while it was read: its version was {before}, is now {found}"
-            )
+            raise ConversionError(f"{self.what} was changed while it was read: version {before} before, {found} now")
         return found
 
     def _range(self, response: requests.Response, begin: int, end: int) -> int:
@@ -311,9 +306,7 @@ class RemoteFile:
         if self._size is None:
             self._size = size
         if size != self._size:
-            raise ConversionError(
-                f"{self.what} was changed or is not what was listed: {size} bytes, expected {self._size}"
-            )
+            raise ConversionError(f"{self.what} was changed or listed wrongly: {size} bytes, expected {self._size}")
 
 
 def _body(response: requests.Response, limit: int) -> Iterator[bytes]:

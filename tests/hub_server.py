@@ -29,7 +29,8 @@ class Request:
     path: str
     range: tuple[int, int] | None  # begin, end
     headers: dict[str, str]
-    number: int  # of GETs for this path before
+    number: int  # of the same GETs before, with the same range
+    n_before: int  # of all GETs for this path before
     sent: int = 0  # bytes of the body
 
 
@@ -104,8 +105,8 @@ class Hub:
             begin, _, last = given.removeprefix("bytes=").partition("-")
             wanted = (int(begin), int(last) + 1 if last else 1 << 62)
         with self._lock:
-            number = sum(1 for request in self.requests if (request.server, request.path) == (server, path))
-            request = Request(server, path, wanted, headers, number)
+            before = [request.range for request in self.requests if (request.server, request.path) == (server, path)]
+            request = Request(server, path, wanted, headers, before.count(wanted), len(before))
             self.requests.append(request)
         return request
 
@@ -131,6 +132,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.owner.n_connections += 1
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # clients hang up too
+            super().handle()
+
     def log_message(self, *_: Any) -> None:
         pass
 
@@ -143,7 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._hang_up()
         elif fault.status is not None:
             self._answer(request, fault.status, b"no", fault.headers, fault)
-        elif hub.token is not None and request.headers.get("authorization") != f"Bearer {hub.token}" and not self._cdn():
+        elif (
+            hub.token is not None and request.headers.get("authorization") != f"Bearer {hub.token}" and not self._cdn()
+        ):
             self._answer(request, 401, b"who are you", {}, fault)
         elif path.startswith(f"/api/models/{hub.model_id}/revision/"):
             self._answer(request, 200, json.dumps(hub.listing()).encode(), fault.headers, fault)
@@ -151,6 +158,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(request, path.removeprefix(prefix).removeprefix("/"), fault)
         else:
             self._answer(request, 404, b"not here", {}, fault)
+
+    def _may_read(self, request: Request) -> bool:
+        token = self.owner.token
+        return token is None or self._cdn() or request.headers.get("authorization") == f"Bearer {token}"
 
     def _cdn(self) -> bool:
         return self.server_name == "cdn"
