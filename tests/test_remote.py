@@ -174,7 +174,7 @@ def test_an_interrupted_remote_conversion_is_continued(
     hub: Hub, expected: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.faults = payloads(
-        lambda request: Fault(status=404) if "00003" in request.path and request.n_before > 30 else None
+        lambda request: Fault(status=404) if "model-00003" in request.path and request.n_before > 30 else None
     )
     many_requests(monkeypatch)
     monkeypatch.setattr("gguf_ext.writer._SYNC_BYTES", 1)
