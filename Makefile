@@ -66,5 +66,5 @@ $(VENV)/.tests: $(VENV)/.tools $(SOURCES)
 	@touch $(VENV)/.package $@
 
 $(VENV)/.torch: $(VENV)/.tests
-	$(INSTALL) $(TEST_BUILD) --editable '.[$(EXTRAS),train]'
+	$(INSTALL) $(TEST_BUILD) --editable '.[$(EXTRAS),train,compressed]'
 	@touch $(VENV)/.package $(VENV)/.tests $@

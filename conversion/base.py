@@ -17,7 +17,7 @@ from gguf_ext import Plan, PlannedTensor
 from gguf_ext import constants as c
 from gguf_ext.constants import GGMLQuantizationType, GGUFValueType, LlamaFileType
 
-from . import packed
+from . import compressed, packed
 from .checkpoint import FLOAT_DTYPES, Checkpoint, Source
 from .config import Config, Width
 from .errors import ConversionError, listed
@@ -96,7 +96,8 @@ class Converter(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.announces_packed = packed.check_scheme(config)
+        self.compressed = compressed.read_scheme(config)
+        self.announces_packed = self.compressed is None and packed.check_scheme(config)
         self.n_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
         self.widths: dict[str, Width] = {ONE: Width(1, "1")}
         self.read_config()
@@ -185,6 +186,7 @@ class Converter(ABC):
         """
         text = self._text_tensors(checkpoint)
         groups, experts = self._match(text)
+        compressed.prepare(text)
         order = {source.name: number for number, source in enumerate(text.values())}
 
         def last(sources: Iterable[Source]) -> int:
@@ -221,7 +223,7 @@ class Converter(ABC):
                 if part in text:
                     raise ConversionError(f"{text[part].name} and {piece.name} are the same tensor under two names")
                 text[part] = piece
-        return text
+        return text if self.compressed is None else compressed.dequantized(text, self.compressed)
 
     def _cut(self, block: str, stack: Stack, source: Source) -> list[tuple[str, Source]]:
         self._check(source, stack.axes)
@@ -276,7 +278,7 @@ class Converter(ABC):
         if beyond:
             problems.append(f"num_hidden_layers is {self.n_layers}, but there are later layers: {listed(beyond)}")
         if quantized:
-            problems.append(f"quantized where nothing may be: {listed(quantized)}; supported: {packed.SUPPORTED}")
+            problems.append(f"quantized where nothing may be: {listed(quantized)}; supported: {compressed.SUPPORTED}")
         if lone:
             problems.append(f"missing: {listed(lone)}")
         if others:
@@ -289,7 +291,7 @@ class Converter(ABC):
             what = "an integer weight without a known packing" if source.dtype[0] in "UIB" else "not read"
             raise ConversionError(
                 f"tensor {source.name}: dtype {source.dtype} is {what}; supported: {', '.join(FLOAT_DTYPES)}, "
-                f"and for experts {packed.SUPPORTED}"
+                f"and {compressed.SUPPORTED}"
             )
         for axes in shapes:
             widths = [self.widths[axis] for axis in axes]
@@ -325,7 +327,7 @@ class Converter(ABC):
             source = next(iter(sources.values()))
             raise ConversionError(
                 f"tensor {source.name}: an integer weight without a known packing: {self.config.path} has no "
-                f"quantization_config; supported: {packed.SUPPORTED}"
+                f"quantization_config; supported: {compressed.SUPPORTED}"
             )
         for projection, axes, _ in EXPERTS:
             ids = {expert for expert, other, _ in sources if other == projection}

@@ -38,8 +38,6 @@ TRANSFORMERS = (
     *((f".block_sparse_moe.{name}_proj.", f".mlp.{name}_proj.") for name in ("gate", "up", "down")),
 )
 
-_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
 
 @dataclass(frozen=True)
 class Stack:
@@ -64,8 +62,8 @@ def published_name(name: str, renames: tuple[tuple[str, str], ...]) -> str:
 
 
 def cut(source: Source, parts: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[Source]:
-    """The parts of a stack of float tensors `[len(parts) * ...]`, each of `shape`, as ranges of its bytes."""
-    step = source.n_elements // len(parts) * _FLOAT_BYTES[source.dtype]
+    """The parts of a stack, each of `shape`, as ranges of its bytes."""
+    step = source.n_bytes // len(parts)
     for number, part in enumerate(parts):
         name = f"{source.name} ({part})"
         yield Source(name, source.dtype, shape, source.shard, source.offset + number * step)

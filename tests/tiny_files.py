@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 ABSENT = object()  # stands for a config key that is left out
-ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
+ITEM_SIZE = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 @dataclass
