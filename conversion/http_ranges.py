@@ -100,8 +100,8 @@ class Http:
             session.close()
 
     def is_endpoint(self, url: str) -> bool:
-        a, b = urlsplit(url), urlsplit(self.endpoint)
-        return (a.scheme, a.hostname, a.port) == (b.scheme, b.hostname, b.port)
+        """Whether a URL has the scheme, host and port of the endpoint."""
+        return _origin(url) == _origin(self.endpoint)
 
     def follow(self, url: str, begin: int | None, end: int | None) -> tuple[requests.Response, str, str | None]:
         """One GET, redirects followed: the answer, where it came from, and the identity a redirect gave the file."""
@@ -112,7 +112,11 @@ class Http:
                 return response, url, linked
             linked = response.headers.get("X-Linked-ETag") or linked
             _drain(response)
-            target = urljoin(url, response.headers["Location"])
+            try:
+                target = urljoin(url, response.headers["Location"])
+                _origin(target)
+            except ValueError:
+                raise ConversionError(f"{place(url)} redirects to something that is no address") from None
             if urlsplit(target).scheme not in ("https", urlsplit(url).scheme):
                 raise ConversionError(f"{self.endpoint} redirects to {place(target)}, which is not encrypted")
             url = target
@@ -342,6 +346,11 @@ def _asked_wait(response: requests.Response) -> float | None:
         pass
     match = _RATE_LIMIT_SECONDS.search(response.headers.get("RateLimit", ""))
     return float(match[1]) if match else None
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def place(url: str) -> str:

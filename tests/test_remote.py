@@ -216,6 +216,8 @@ LIES = [
     (Fault(drop_after=0), r"model-.*: given up after 4 attempts: the connection ended at byte 0"),
     (Fault(status=429, headers={"Retry-After": "86400"}), r"answers 429, and asks to wait for 86400 s"),
     (Fault(status=301, headers={"Location": "/again"}), r"more than 10 redirects"),
+    (Fault(status=302, headers={"Location": "http://[x:y/"}), r"redirects to something that is no address"),
+    (Fault(status=302, headers={"Location": "http://host:port/"}), r"redirects to something that is no address"),
     (Fault(status=302, headers={"Location": "file:///etc/passwd"}), r"redirects to file://, which is not encrypted"),
 ]
 
