@@ -158,6 +158,9 @@ class Calls:
         ("delta_session_sync", 3),
         ("delta_session_sync", 4),
         ("delta_session_sync", 5),
+        ("delta_quantize_rows", 6),
+        ("delta_quantize_rows", 8),
+        ("delta_repack_mxfp4", 6),
     }
 
     def __init__(self, engine: Engine, path: Path, folder: Path) -> None:
@@ -175,6 +178,7 @@ class Calls:
         self.item = ffi.new("delta_batch_item *", [self.session.handle, self.tokens, 2, lib.DELTA_LOGITS_LAST])
         self.floats = ffi.new("float[]", 64)
         self.bytes = ffi.new("char[]", 256)
+        self.octets = ffi.new("uint8_t[]", 64)
 
     def arguments(self, name: str) -> list[Any]:
         model, session = self.engine.model, self.session.handle
@@ -203,8 +207,9 @@ class Calls:
             "delta_session_save": [session, self.saved],
             "delta_session_load": [session, self.saved],
             "delta_session_stats": [session, sized("delta_stats")],
-            "delta_quantize_rows": [8, self.floats, self.bytes, 2, 32, 1],
+            "delta_quantize_rows": [8, self.bytes, 0, self.floats, 2, 32, ffi.NULL, 1, ffi.NULL],
             "delta_dequantize_rows": [8, self.bytes, self.floats, 2, 32, 1],
+            "delta_repack_mxfp4": [self.octets, self.octets, self.bytes, 2, 32, 1, ffi.NULL],
         }
         return table[name]
 
@@ -417,12 +422,14 @@ def test_rows_round_trip(rng: np.random.Generator) -> None:
     for kind, error in ((0, 0.0), (1, 2e-3), (30, 2e-2), (8, 2e-2)):
         encoded = ffi.new("char[]", 5 * lib.delta_row_bytes(kind, 64))
         back = np.empty_like(x)
-        native.check(lib.delta_quantize_rows(kind, ffi.from_buffer("float[]", x), encoded, 5, 64, 2))
+        source = ffi.from_buffer("float[]", x)
+        native.check(lib.delta_quantize_rows(kind, encoded, 0, source, 5, 64, ffi.NULL, 2, ffi.NULL))
         native.check(lib.delta_dequantize_rows(kind, encoded, ffi.from_buffer("float[]", back), 5, 64, 2))
         assert np.abs(back - x).max() <= error
     with Fails("UNSUPPORTED", "999"):
-        native.check(lib.delta_quantize_rows(999, ffi.from_buffer("float[]", x), ffi.new("char[]", 9), 5, 64, 1))
-    native.check(lib.delta_quantize_rows(0, ffi.NULL, ffi.NULL, 0, 64, 1))  # no rows, nothing to point at
+        native.check(lib.delta_quantize_rows(999, encoded, 0, source, 5, 64, ffi.NULL, 1, ffi.NULL))
+    # No rows, nothing to point at.
+    native.check(lib.delta_quantize_rows(0, ffi.NULL, 0, ffi.NULL, 0, 64, ffi.NULL, 1, ffi.NULL))
 
 
 # -- order of use and other threads ----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@
 #include "api/handles.h"
 #include "base/error.h"
 #include "base/log.h"
-#include "quant/rows.h"
 #include "runtime/sampler.h"
 #include "runtime/save.h"
 
@@ -430,25 +429,5 @@ delta_status delta_session_stats(const delta_session* session, delta_stats* stat
         require(stats, "stats");
         require_size(stats->size, sizeof *stats, "delta_stats");
         *stats = session->session->stats();
-    });
-}
-
-// -- rows -----------------------------------------------------------------------------------------------------------------------
-
-size_t delta_row_bytes(uint32_t type, int64_t n_cols) {
-    const TypeInfo* info = find_type(type);
-    return info == nullptr || n_cols < 0 || n_cols % info->block != 0 ? 0 : row_bytes(*info, n_cols);
-}
-
-delta_status delta_quantize_rows(uint32_t type, const float* src, void* dst, int64_t n_rows, int64_t n_cols,
-                                 uint32_t n_threads) {
-    return guard(
-        [&] { quantize_rows(type, src, dst, n_rows, n_cols, static_cast<int32_t>(std::min<uint32_t>(n_threads, INT32_MAX))); });
-}
-
-delta_status delta_dequantize_rows(uint32_t type, const void* src, float* dst, int64_t n_rows, int64_t n_cols,
-                                   uint32_t n_threads) {
-    return guard([&] {
-        dequantize_rows(type, src, dst, n_rows, n_cols, static_cast<int32_t>(std::min<uint32_t>(n_threads, INT32_MAX)));
     });
 }

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* cdef-begin */
-#define DELTA_ABI_VERSION 1
+#define DELTA_ABI_VERSION 2
 
 typedef enum delta_status {
     DELTA_OK = 0,
@@ -281,10 +281,18 @@ delta_status delta_session_stats(const delta_session *session, delta_stats *stat
 /* -- rows ---------------------------------------------------------------------------------------------------------------- */
 /* Bytes of a row of `n_cols` values of type `type`; 0 if the type is unknown or the length does not divide. */
 size_t delta_row_bytes(uint32_t type, int64_t n_cols);
-/* Encodes rows [n_rows, n_cols] of float32 as `type` on `n_threads` threads (0: physical cores). */
-delta_status delta_quantize_rows(uint32_t type, const float *src, void *dst, int64_t n_rows, int64_t n_cols, uint32_t n_threads);
+/* Encodes rows [n_rows, n_cols] of `src_type` (0 F32, 1 F16, 30 BF16) as `type` on `n_threads` threads (0: physical cores). The
+ * quantizers that search keep the sum of importance * error^2 small; `importance` [n_cols] may be null: all columns alike. A value
+ * that is no finite number or too large for `type` is DELTA_NUMERIC: the message names row, column and value, `bad_value` (may be
+ * null) gets row * n_cols + column, and what `dst` then holds is not defined. */
+delta_status delta_quantize_rows(uint32_t type, void *dst, uint32_t src_type, const void *src, int64_t n_rows, int64_t n_cols,
+                                 const float *importance, uint32_t n_threads, int64_t *bad_value);
 /* Decodes rows of `type` to float32. */
 delta_status delta_dequantize_rows(uint32_t type, const void *src, float *dst, int64_t n_rows, int64_t n_cols, uint32_t n_threads);
+/* Reorders MXFP4 rows as compressed-tensors packs them, codes [n_rows, n_cols / 2] and scales [n_rows, n_cols / 32], to blocks of GGUF;
+ * no value changes. A scale of 255 is DELTA_NUMERIC, and `bad_block` (may be null) gets row * (n_cols / 32) + block. */
+delta_status delta_repack_mxfp4(const uint8_t *packed, const uint8_t *scales, void *dst, int64_t n_rows, int64_t n_cols,
+                                uint32_t n_threads, int64_t *bad_block);
 /* cdef-end */
 
 #ifdef __GNUC__

@@ -15,7 +15,10 @@ struct TypeInfo {
     int32_t block_bytes;   // bytes per block
     void (*to_float)(const void* src, float* dst, int64_t n);    // n values, a multiple of `block`
     void (*from_float)(const float* src, void* dst, int64_t n);  // null: no quantizer
-    float largest;         // larger finite magnitudes do not survive from_float
+    // The same with the importance of each value, positive numbers around one: the encoding keeps the sum of importance * error^2
+    // small. Null: `from_float` does not choose.
+    void (*from_weighted)(const float* src, const float* importance, void* dst, int64_t n);
+    float largest;         // larger magnitudes do not survive from_float
 };
 
 // Null if this build does not know the type.

@@ -314,13 +314,13 @@ def tensor_cases() -> Iterator[Case]:
         "block", "48 columns of MXFP4", tensors(Tensor(dims=(48,), type=MXFP4_TENSOR)), "FORMAT", "'t'", "48", "MXFP4"
     )
     yield case(
-        "type_q4_k",
-        "a type this build lacks",
-        tensors(Tensor(dims=(256,), type=12)),
+        "type_q8_k",
+        "a type that no file has",
+        tensors(Tensor(dims=(256,), type=15)),
         "UNSUPPORTED",
         "'t'",
-        "12",
-        "Q4_K",
+        "15",
+        "Q8_K",
     )
     yield case("type_removed", "a type that was removed", tensors(Tensor(type=4)), "UNSUPPORTED", "'t'", "type 4")
     yield case("type_unknown", "type 2^31", tensors(Tensor(type=1 << 31)), "UNSUPPORTED", "'t'", str(1 << 31))

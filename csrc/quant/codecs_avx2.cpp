@@ -1,0 +1,2 @@
+#define CODECS avx2_codecs
+#include "quant/codecs.inc"

@@ -1,0 +1,2 @@
+#define CODECS generic_codecs
+#include "quant/codecs.inc"

@@ -1,0 +1,54 @@
+// Q4_0: 32 values share one half-precision scale d; value j is d * (q - 8), q of 4 bits.
+#pragma once
+
+#include "quant/block.h"
+#include "quant/fit_blocks.h"
+
+namespace delta {
+
+struct BlockQ4_0 {
+    uint8_t d[2];    // f16
+    uint8_t qs[16];  // nibble32
+};
+static_assert(sizeof(BlockQ4_0) == 18 && alignof(BlockQ4_0) == 1);
+
+static inline void to_float_q4_0(const void* src, float* dst, int64_t n) {
+    const auto* blocks = static_cast<const BlockQ4_0*>(src);
+    for (int64_t b = 0; b < n / 32; ++b) {
+        const float d = load_f16(blocks[b].d);
+        for (int64_t j = 0; j < 32; ++j) {
+            dst[32 * b + j] = d * static_cast<float>(nibble32(blocks[b].qs, j) - 8);
+        }
+    }
+}
+
+// The value of largest magnitude becomes code 0, d = -x / 8; the codes use the unrounded d.
+static inline void from_float_q4_0(const float* src, void* dst, int64_t n) {
+    auto* blocks = static_cast<BlockQ4_0*>(dst);
+    for (int64_t b = 0; b < n / 32; ++b) {
+        const float* x = src + 32 * b;
+        const float d = first_extreme(x, 32) / -8;
+        const float inverse = finite_reciprocal(d);
+        store_f16(blocks[b].d, inverse == 0 && d != 0 ? -0.0f : d);
+        int32_t q[32];
+        for (int64_t j = 0; j < 32; ++j) {
+            const auto code = static_cast<int32_t>(x[j] * inverse + 8.5f);
+            q[j] = code < 15 ? code : 15;
+        }
+        for (int64_t j = 0; j < 16; ++j) {
+            blocks[b].qs[j] = static_cast<uint8_t>(q[j] | q[j + 16] << 4);
+        }
+    }
+}
+
+static inline void from_weighted_q4_0(const float* src, const float* importance, void* dst, int64_t n) {
+    auto* blocks = static_cast<BlockQ4_0*>(dst);
+    fit_scaled_blocks(SignedCodes{8}, src, importance, n, 9, 0.1f, [blocks](int64_t b, float d, const int32_t* q) {
+        store_f16(blocks[b].d, d);
+        for (int64_t j = 0; j < 16; ++j) {
+            blocks[b].qs[j] = static_cast<uint8_t>((q[j] + 8) | (q[j + 16] + 8) << 4);
+        }
+    });
+}
+
+}  // namespace delta
