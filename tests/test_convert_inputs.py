@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from gguf_ext import GGUFReader
 from gguf_ext.constants import GGMLQuantizationType as T
 from tiny_files import Checkpoint as HfCheckpoint
 from tiny_files import HfTensor, write_json
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
+
+from peer import Peer  # noqa: E402
 
 EXACT = 1e-10  # normalised mean squared error of the logits of one position
 N_TOKENS = 20
@@ -67,6 +72,19 @@ def test_variant_equals_the_reference(
     folder = tiny_checkpoint(preset)
     error = logits_error(folder, gguf(folder))
     assert error < EXACT, f"{error:.2e}"
+
+
+# Without packed experts, whose inputs the other engine rounds.
+@pytest.mark.parametrize("preset", ["k3-dense-only", "k3-plain", "k3-bf16-experts", "kl-dense-only", "kl-tied"])
+def test_variant_runs_in_an_independent_engine(
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], preset: str
+) -> None:
+    pytest.importorskip("xllamacpp", reason="the independent engine is not installed (extra `peer`)")
+    folder, prompt = tiny_checkpoint(preset), [130, 379, 183, 407, 353, 430, 378]
+    with Peer(gguf(folder), n_ctx=64, n_threads=1) as peer:
+        found = peer.greedy(prompt, 8)
+    assert len(found) > 0
+    assert found == ref.Model.from_checkpoint(folder).greedy(prompt, len(found))
 
 
 @pytest.mark.parametrize("outtype", ["f32", "bf16", "q8_0"])
