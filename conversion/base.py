@@ -96,8 +96,11 @@ class Converter(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.compressed = compressed.read_scheme(config)
-        self.announces_packed = self.compressed is None and packed.check_scheme(config)
+        self.compressed: compressed.Scheme | None = None
+        self.announces_packed = True  # also with a scheme that is refused
+        with config.checks:
+            self.compressed = compressed.read_scheme(config)
+            self.announces_packed = self.compressed is None and packed.check_scheme(config)
         self.n_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
         self.widths: dict[str, Width] = {ONE: Width(1, "1")}
         self.read_config()
@@ -202,7 +205,8 @@ class Converter(ABC):
                 rest.append((last(sources.values()), outputs))
         for (layer_or_none, fold), named in groups.items():
             block = "" if layer_or_none is None else c.BLOCK.format(layer=layer_or_none)
-            rest.append((last(named.values()), fold.plan(block, named, types)))
+            with self.config.checks:
+                rest.append((last(named.values()), fold.plan(block, named, types)))
         rest.sort(key=lambda entry: entry[0])
         return first + [output for _, outputs in rest for output in outputs]
 
@@ -246,15 +250,20 @@ class Converter(ABC):
             else:
                 unexpected.append(source)
         missing = [name for name in rows if name not in text]
-        if missing or unexpected:
-            raise self._closure_error(missing, unexpected, rows, text)
+        checks = self.config.checks
+        with checks:
+            if missing or unexpected:
+                raise self._closure_error(missing, unexpected, rows, text)
         groups: Groups = {}
+        unfit = set()  # outputs that cannot be made; there are none unless problems are gathered
         for name, (layer_or_none, row) in rows.items():
-            self._check(text[name], row.axes, *row.also)
-            groups.setdefault((layer_or_none, row.fold), {})[row.hf] = text[name]
-        for layer, sources in experts.items():
-            self._check_experts(layer, sources)
-        return groups, experts
+            key = layer_or_none, row.fold
+            if name in text and checks.passes(self._check, text[name], row.axes, *row.also):
+                groups.setdefault(key, {})[row.hf] = text[name]
+            else:
+                unfit.add(key)
+        groups = {key: named for key, named in groups.items() if key not in unfit}
+        return groups, {layer: sources for layer, sources in experts.items() if self._experts_fit(layer, sources)}
 
     def _closure_error(
         self,
@@ -315,7 +324,20 @@ class Converter(ABC):
         raise AssertionError("called for a shape that fits")
 
     # --- routed experts -----------------------------------------------------------------------------------------------
-    def _check_experts(self, layer: int, sources: dict[ExpertKey, Source]) -> None:
+    def _experts_fit(self, layer: int, sources: dict[ExpertKey, Source]) -> bool:
+        """Whether the experts of a layer are complete and of the right kind, shape and dtype."""
+        checks = self.config.checks
+        with checks:
+            wanted = self._expert_kinds(layer, sources)
+            fits = [
+                checks.passes(self._check_projection, layer, sources, wanted, projection, axes)
+                for projection, axes, _ in EXPERTS
+            ]
+            return all(fits)
+        return False
+
+    def _expert_kinds(self, layer: int, sources: dict[ExpertKey, Source]) -> tuple[str, ...]:
+        """What each expert of a layer must have."""
         where = f"layer {layer}"
         kinds = {kind for _, _, kind in sources}
         if "weight" in kinds and len(kinds) > 1:
@@ -329,30 +351,39 @@ class Converter(ABC):
                 f"tensor {source.name}: an integer weight without a known packing: {self.config.path} has no "
                 f"quantization_config; supported: {compressed.SUPPORTED}"
             )
-        for projection, axes, _ in EXPERTS:
-            ids = {expert for expert, other, _ in sources if other == projection}
-            extra = sorted(ids - set(range(self.n_experts)))
-            if extra:
+        return wanted
+
+    def _check_projection(
+        self,
+        layer: int,
+        sources: dict[ExpertKey, Source],
+        wanted: tuple[str, ...],
+        projection: str,
+        axes: tuple[str, ...],
+    ) -> None:
+        where = f"layer {layer}"
+        ids = {expert for expert, other, _ in sources if other == projection}
+        extra = sorted(ids - set(range(self.n_experts)))
+        if extra:
+            raise ConversionError(
+                f"{where}, {projection}: expert {extra[0]} is too many: num_experts is {self.n_experts}, counted from 0"
+            )
+        for kind in wanted:
+            absent = [n for n in range(self.n_experts) if (n, projection, kind) not in sources]
+            if absent:
+                more = f" (and {len(absent) - 1} more experts)" if len(absent) > 1 else ""
+                lone = absent[0] in ids  # its other half is there
+                what = f"{kind} of expert {absent[0]}" if lone else f"expert {absent[0]}"
                 raise ConversionError(
-                    f"{where}, {projection}: expert {extra[0]} is too many: num_experts is {self.n_experts}, "
-                    "counted from 0"
+                    f"{where}, {projection}: {what} is missing{more}: num_experts is {self.n_experts}"
                 )
-            for kind in wanted:
-                absent = [n for n in range(self.n_experts) if (n, projection, kind) not in sources]
-                if absent:
-                    more = f" (and {len(absent) - 1} more experts)" if len(absent) > 1 else ""
-                    lone = absent[0] in ids  # its other half is there
-                    what = f"{kind} of expert {absent[0]}" if lone else f"expert {absent[0]}"
-                    raise ConversionError(
-                        f"{where}, {projection}: {what} is missing{more}: num_experts is {self.n_experts}"
-                    )
-            for expert in range(self.n_experts):
-                if wanted == ("weight",):
-                    self._check(sources[expert, projection, "weight"], axes)
-                else:
-                    weight = sources[expert, projection, packed.PACKED]
-                    scale = sources[expert, projection, packed.SCALE]
-                    packed.check_pair(weight, scale, self.widths[axes[0]].value, self.widths[axes[1]].value)
+        for expert in range(self.n_experts):
+            if wanted == ("weight",):
+                self._check(sources[expert, projection, "weight"], axes)
+            else:
+                weight = sources[expert, projection, packed.PACKED]
+                scale = sources[expert, projection, packed.SCALE]
+                packed.check_pair(weight, scale, self.widths[axes[0]].value, self.widths[axes[1]].value)
 
     def _plan_experts(self, layer: int, sources: dict[ExpertKey, Source], types: Types) -> Iterator[PlannedTensor]:
         block = c.BLOCK.format(layer=layer)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from .errors import ConversionError
+from .errors import Checks, ConversionError
 
 _ABSENT = object()
+_NO_LAYERS: list[int] = []
 _SHOWN_CHARACTERS = 200
 _FIELD = re.compile(r"[a-z][a-z0-9_.]*")  # in a formula such as `num_shared_experts * moe_intermediate_size`
 
@@ -72,11 +75,39 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class Config:
-    """`config.json` with `text_config` merged over it. Fields are named with dots: `linear_attn_config.head_dim`."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-    def __init__(self, path: Path) -> None:
+
+def _or(stand_in: Callable[[], _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a check of a field: where problems are gathered, `stand_in()` takes the place of a wrong value."""
+
+    def decorate(check: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(check)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            config = args[0]
+            assert isinstance(config, Config)
+            with config.checks:
+                return check(*args, **kwargs)
+            config.has_stand_ins = True
+            return stand_in()
+
+        return checked
+
+    return decorate
+
+
+class Config:
+    """`config.json` with `text_config` merged over it. Fields are named with dots: `linear_attn_config.head_dim`.
+
+    `checks` decides whether the first wrong field ends it or all are gathered; in that case wrong values are replaced,
+    and `has_stand_ins` says that nothing can be compared with the configuration any more.
+    """
+
+    def __init__(self, path: Path, checks: Checks | None = None) -> None:
         self.path = path
+        self.checks = checks if checks is not None else Checks()
+        self.has_stand_ins = False
         self.raw = read_json(path)
         text = self.raw.get("text_config", {})
         if not isinstance(text, dict):
@@ -103,6 +134,7 @@ class Config:
         """Give fields of the top level a value where they have none, as another spelling of the same file says it."""
         self.values |= {field: value for field, value in fields.items() if self.values.get(field) is None}
 
+    @_or(lambda: 1)
     def integer(self, field: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
         """A required whole number from `minimum` to `maximum`."""
         value = self._required(field)
@@ -112,6 +144,7 @@ class Config:
             raise self.wrong(field, f"at most {maximum}")
         return value
 
+    @_or(lambda: 1.0)
     def number(self, field: str) -> float:
         """A required finite number."""
         value = self._required(field)
@@ -119,6 +152,7 @@ class Config:
             raise self.wrong(field, "a finite number")
         return float(value)
 
+    @_or(lambda: 1.0)
     def positive(self, field: str) -> float:
         """A required finite number above 0."""
         value = self.number(field)
@@ -126,6 +160,7 @@ class Config:
             raise self.wrong(field, "a number above 0")
         return value
 
+    @_or(bool)
     def boolean(self, field: str) -> bool:
         """A required true or false."""
         value = self._required(field)
@@ -133,6 +168,7 @@ class Config:
             raise self.wrong(field, "true or false")
         return value
 
+    @_or(lambda: _NO_LAYERS.copy())
     def layer_list(self, field: str, n_layers: int) -> list[int]:
         """A required list of layer numbers, counted from 1 in the file and from 0 in the result."""
         value = self._required(field)
@@ -149,16 +185,25 @@ class Config:
         value = self.get(field)
         if value is None and absent:
             return
-        if value is None:
-            self._required(field)
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-            raise self.wrong(field, " or ".join(json.dumps(one) for one in allowed) + ": nothing else is supported")
+        with self.checks:
+            if value is None:
+                self._required(field)
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+                raise self.wrong(field, " or ".join(json.dumps(one) for one in allowed) + ": nothing else is supported")
 
     def must_be_absent(self, field: str, why: str) -> None:
         """Refuse a field that is set (neither missing, null nor false)."""
         value = self.get(field)
-        if value is not None and value is not False:
-            raise ConversionError(f"{self.path}: {field} is {json.dumps(value)}: {why}")
+        with self.checks:
+            if value is not None and value is not False:
+                raise ConversionError(f"{self.path}: {field} is {json.dumps(value)}: {why}")
+
+    def refuse(self, field: str, expected: str) -> None:
+        """Refuse a field whose value does not go with that of another. What a stand-in does not go with is no
+        problem of the file."""
+        with self.checks:
+            if not self.has_stand_ins:
+                raise self.wrong(field, expected)
 
     def shown(self, field: str) -> str:
         """A field's value for a message."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any
 
 from gguf_ext import GGUFError
 
@@ -38,3 +39,10 @@ class Checks:
         if str(value) not in self.problems:  # one check may begin with what another is about
             self.problems.append(str(value))
         return True
+
+    def passes(self, check: Callable[..., object], *args: Any) -> bool:
+        """Run one check; whether it found nothing, if problems are gathered."""
+        with self:
+            check(*args)
+            return True
+        return False

@@ -72,7 +72,7 @@ class KimiK3(KimiLinear):
         self.output_gate = config.boolean("mla_use_output_gate")
         bound = "linear_attn_config.gate_lower_bound"
         if config.get(bound) is not None and config.number(bound) >= 0:
-            raise config.wrong(bound, "a number below 0, or null for the softplus gate")
+            config.refuse(bound, "a number below 0, or null for the softplus gate")
 
     def model_rows(self) -> Iterable[Row]:
         return (*super().model_rows(), *_MODEL)

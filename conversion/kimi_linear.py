@@ -184,18 +184,18 @@ class KimiLinear(Converter):
         self.kda_layers = set(config.layer_list("linear_attn_config.kda_layers", self.n_layers))
         full = set(config.layer_list("linear_attn_config.full_attn_layers", self.n_layers))
         if both := self.kda_layers & full:
-            raise config.wrong(
+            config.refuse(
                 "linear_attn_config.kda_layers", f"no layer that full_attn_layers has too, such as {min(both) + 1}"
             )
         if neither := set(range(self.n_layers)) - self.kda_layers - full:
-            raise config.wrong("linear_attn_config.kda_layers", f"layer {min(neither) + 1}, which is in no list")
+            config.refuse("linear_attn_config.kda_layers", f"layer {min(neither) + 1}, which is in no list")
 
     def _read_kda(self) -> None:
         config = self.config
         heads = config.integer("linear_attn_config.num_heads")
         self.heads = config.integer("num_attention_heads")
         if heads != self.heads:  # the file has one head count
-            raise config.wrong("linear_attn_config.num_heads", f"{self.heads} as num_attention_heads")
+            config.refuse("linear_attn_config.num_heads", f"{self.heads} as num_attention_heads")
         self.kda_head_dim = config.integer("linear_attn_config.head_dim")
         self.kernel = config.integer("linear_attn_config.short_conv_kernel_size", minimum=2)
         dim, heads_source = "linear_attn_config.head_dim", "linear_attn_config.num_heads"
@@ -209,7 +209,7 @@ class KimiLinear(Converter):
     def _read_mla(self) -> None:
         config = self.config
         if config.get("num_key_value_heads") is not None and config.integer("num_key_value_heads") != self.heads:
-            raise config.wrong("num_key_value_heads", f"{self.heads} as num_attention_heads")
+            config.refuse("num_key_value_heads", f"{self.heads} as num_attention_heads")
         self.kv_lora_rank = config.integer("kv_lora_rank")
         self.nope, self.rope = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
         self.v_head_dim = config.integer("v_head_dim")
@@ -238,10 +238,10 @@ class KimiLinear(Converter):
         self.n_experts = self.width("num_experts", config.integer("num_experts", maximum=MAX_EXPERTS), "num_experts")
         self.n_used = config.integer("num_experts_per_token")
         if self.n_used > self.n_experts:
-            raise config.wrong("num_experts_per_token", f"at most num_experts {self.n_experts}")
+            config.refuse("num_experts_per_token", f"at most num_experts {self.n_experts}")
         self.n_dense = config.integer("first_k_dense_replace", minimum=0)
         if self.n_dense > self.n_layers:
-            raise config.wrong("first_k_dense_replace", f"at most num_hidden_layers {self.n_layers}")
+            config.refuse("first_k_dense_replace", f"at most num_hidden_layers {self.n_layers}")
         self.n_shared = config.integer("num_shared_experts")
         self.expert_width = self.width("expert_width", config.integer("moe_intermediate_size"), "moe_intermediate_size")
         self.width("shared_width", self.n_shared * self.expert_width, "num_shared_experts * moe_intermediate_size")
