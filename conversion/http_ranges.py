@@ -148,9 +148,16 @@ class Http:
     def _session(self) -> requests.Session:
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
-            session = self._local.session = requests.Session()
+            session = self._local.session = _Session()
             self._sessions.append(session)
         return session
+
+
+class _Session(requests.Session):
+    """Redirects are followed by `Http`, which knows where the token may go; the library is not even to look at them."""
+
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        return None
 
 
 def _as_it_is(request: requests.PreparedRequest) -> requests.PreparedRequest:
