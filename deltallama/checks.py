@@ -6,6 +6,7 @@ Python converts generously: 1.9 to 1, True to 1, "5" to 5. Here that would run a
 from __future__ import annotations
 
 import os
+import re
 import reprlib
 from collections.abc import Mapping, Sequence, Set
 from operator import index
@@ -20,9 +21,9 @@ _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
 
 
 def brief(value: object) -> str:
-    """A short `repr`, whatever the value: huge, nested without end, or with a `repr` that raises."""
+    """A short `repr` in one line, whatever the value: huge, nested without end, or with a `repr` that raises."""
     try:
-        return _SHOWN.repr(value)
+        return re.sub(r"\s*\n\s*", " ", _SHOWN.repr(value))
     except Exception:  # an integer of more digits than Python converts, for one
         return f"a value of type {type(value).__name__}"
 

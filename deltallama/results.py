@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
@@ -109,23 +111,27 @@ class Stream(Iterator[Piece], Generic[Piece, Result]):
     """Pieces of a result as they come; the whole `result` at the end.
 
     The stream has the model to itself until it is exhausted, closed or forgotten: other threads wait, and the thread
-        that reads the stream gets a `StateError` if it starts something else on the same model before.
+    that reads the stream gets a `StateError` if it starts something else on the same model before. Several threads may
+    read one stream; each piece goes to one of them.
     """
 
     def __init__(self, pieces: Generator[Piece, None, Result]) -> None:
         self._pieces = pieces
         self._result: list[Result] = []
+        self._lock = threading.RLock()  # its own thread gets in again, and is then told so
+        self._running = False
 
     def __iter__(self) -> Stream[Piece, Result]:
         return self
 
     def __next__(self) -> Piece:
-        try:
-            return next(self._pieces)
-        except StopIteration as end:
-            if not self._result and end.value is not None:
-                self._result.append(end.value)
-            raise StopIteration from None
+        with self._alone():
+            try:
+                return next(self._pieces)
+            except StopIteration as end:
+                if not self._result and end.value is not None:
+                    self._result.append(end.value)
+                raise StopIteration from None
 
     @property
     def result(self) -> Result:
@@ -135,8 +141,20 @@ class Stream(Iterator[Piece], Generic[Piece, Result]):
         return self._result[0]
 
     def close(self) -> None:
-        """Ends the generation."""
-        self._pieces.close()
+        """Ends the generation, once the piece that is being made is there; `Llama.cancel` does not wait for it."""
+        with self._alone():
+            self._pieces.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._lock:
+            if self._running:
+                raise StateError("the stream is making a piece: a progress function or signal handler cannot use it")
+            try:
+                self._running = True
+                yield
+            finally:
+                self._running = False
 
     def __enter__(self) -> Stream[Piece, Result]:
         return self

@@ -86,24 +86,22 @@ class Tokenizer:
             UnsupportedError: another kind of tokenizer.
         """
         model, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-        if model != "gpt2" or pre not in PRE_TOKENIZERS:
-            expected = "/".join(PRE_TOKENIZERS)
-            raise UnsupportedError(
-                f"tokenizer.ggml.model {model!r} with pre-tokenizer {pre!r}, expected 'gpt2' with {expected}"
-            )
+        if not (isinstance(model, str) and isinstance(pre, str) and model == "gpt2" and pre in PRE_TOKENIZERS):
+            expected, found = "/".join(PRE_TOKENIZERS), f"{brief(model)} with pre-tokenizer {brief(pre)}"
+            raise UnsupportedError(f"tokenizer.ggml.model {found}, expected 'gpt2' with {expected}")
         tokens, types = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
         if not isinstance(tokens, list):
             raise FormatError("tokenizer.ggml.tokens is missing or not a list of strings")
-        if types is None or len(types) != len(tokens):
-            found = "none" if types is None else len(types)
-            raise FormatError(f"tokenizer.ggml.token_type: {found} entries, expected {len(tokens)}")
-        self._pieces, ranks, self.special_tokens = _read_tokens(tokens, [int(kind) for kind in types])
+        kinds = _integers("tokenizer.ggml.token_type", types)
+        if len(kinds) != len(tokens):
+            raise FormatError(f"tokenizer.ggml.token_type: {len(kinds)} entries, expected {len(tokens)}")
+        self._pieces, ranks, self.special_tokens = _read_tokens(tokens, kinds)
         self.n_vocab = len(tokens)
         self.bos = self._special_id(fields, "bos")
         self.eos = self._special_id(fields, "eos")
         self.pad = self._special_id(fields, "pad")
         shown = {self.special_tokens[name] for name in _ALWAYS_SHOWN if name in self.special_tokens}
-        self._hidden = frozenset(i for i, kind in enumerate(types) if kind != NORMAL and i not in shown)
+        self._hidden = frozenset(i for i, kind in enumerate(kinds) if kind != NORMAL and i not in shown)
         self.encoding = tiktoken.Encoding(
             name="gguf", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
@@ -158,9 +156,18 @@ class Tokenizer:
         value = fields.get(key)
         if value is None:
             return None
-        if not 0 <= int(value) < self.n_vocab:
-            raise FormatError(f"{key} is {value}, outside the vocabulary of {self.n_vocab}")
-        return int(value)
+        [token] = _integers(key, [value])
+        if not 0 <= token < self.n_vocab:
+            raise FormatError(f"{key} is {token}, outside the vocabulary of {self.n_vocab}")
+        return token
+
+
+def _integers(key: str, values: Any) -> list[int]:
+    """The integers of a key; one of another type is a FormatError."""
+    try:
+        return token_ids(() if values is None else values)
+    except ArgumentError:
+        raise FormatError(f"{key} is {brief(values)}, expected integers") from None
 
 
 def _read_tokens(tokens: list[str], types: list[int]) -> tuple[list[bytes], dict[bytes, int], dict[str, int]]:

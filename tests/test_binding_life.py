@@ -225,6 +225,7 @@ def test_a_signal_handler_can_cancel_and_nothing_else(slow: Llama) -> None:
     assert not refused and not slow.closed and slow.generate(PROMPT, max_tokens=3).tokens
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may meet a callback of pytest
 def test_an_interrupt_at_any_moment_leaves_a_usable_model(k3_path: Path, tmp_path: Path, seed: int) -> None:
     class Interrupt(BaseException):
         pass
@@ -310,6 +311,30 @@ def test_an_open_stream_has_the_model_to_itself(llm: Llama) -> None:
     pieces += list(stream)
     thread.join()
     assert "".join(pieces) == expected and len(other) == 1
+
+
+def test_threads_may_share_a_stream(llm: Llama) -> None:
+    expected = llm.generate(PROMPT, max_tokens=60, seed=1, temperature=2.0)
+    with llm.generate(PROMPT, max_tokens=60, seed=1, temperature=2.0, stream=True) as stream:
+        pieces: list[list[str]] = [[] for _ in range(4)]
+        threads = [threading.Thread(target=found.extend, args=(stream,)) for found in pieces]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert stream.result == expected
+        assert sorted(sum(pieces, [])) == sorted(
+            llm.generate(PROMPT, max_tokens=60, seed=1, temperature=2.0, stream=True)
+        )
+
+
+def test_a_stream_cannot_be_used_while_it_makes_a_piece(slow: Llama) -> None:
+    streams: list[deltallama.Stream[str, Completion]] = []
+    for use in (lambda: next(streams[-1]), lambda: streams[-1].close()):
+        streams.append(slow.generate(LONG, stream=True, max_tokens=1, progress=lambda done, total, use=use: use()))
+        with pytest.raises(StateError, match="making a piece"):
+            list(streams[-1])
+    assert slow.generate(PROMPT, max_tokens=3).tokens
 
 
 def test_a_closed_or_forgotten_stream_gives_the_model_back(llm: Llama) -> None:

@@ -184,6 +184,43 @@ def test_tools_of_a_wrong_type_are_refused(chat: Any, tools: Any) -> None:
             chat.segments([], response_format=tools if not isinstance(tools, dict) else "json_object")
 
 
+KEYS = st.sampled_from(
+    ["role", "content", "name", "tool", "tool_calls", "tool_call_id", "id", "type", "text", "function", "arguments"]
+    + ["reasoning_content", "reasoning", "tools", "json_schema", "schema"]
+) | st.text(max_size=2)
+WORDS = ["user", "system", "assistant", "tool", "developer", "image", "json_schema", "json_object", "{", "[1]"]
+NUMBERS: Any = st.booleans() | st.integers() | st.floats()
+LEAVES: Any = st.none() | NUMBERS | st.text(max_size=4) | st.binary(max_size=2) | st.sampled_from([*WORDS, object()])
+ANYTHING: Any = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=5)
+        | st.tuples(inner)
+        | st.dictionaries(LEAVES.filter(lambda key: key == key), inner, max_size=2)
+    ),
+    max_leaves=12,
+)
+ROLES = st.sampled_from(["user", "system", "assistant", "tool"])
+MESSAGES = ANYTHING | st.lists(
+    st.tuples(ROLES, st.dictionaries(KEYS, ANYTHING, max_size=4)).map(lambda pair: {**pair[1], "role": pair[0]}),
+    max_size=4,
+)
+OPTIONS = ("tools", "thinking_effort", "tool_choice", "response_format", "response_schema")
+
+
+@pytest.mark.parametrize("chat", [kimi_k3, kimi_linear])
+@given(MESSAGES, st.dictionaries(st.sampled_from(OPTIONS), ANYTHING, max_size=2))
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_given_becomes_segments_or_an_error(chat: Any, messages: Any, options: dict[str, Any]) -> None:
+    for attempt in (lambda: chat.segments(messages, **options), lambda: check_complete(messages)):
+        try:
+            found = attempt()
+        except (ArgumentError, UnsupportedError):
+            continue
+        assert found is None or all(isinstance(text, str) and type(special) is bool for text, special in found)
+
+
 def test_results_of_calls_that_were_not_made_are_refused() -> None:
     """The format itself gives such a result to the call at its position (as the model's own encoder does)."""
     made = [*call({}, id="a")[:1], {"role": "tool", "tool_call_id": "a", "content": "1"}]

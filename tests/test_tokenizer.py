@@ -9,6 +9,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import regex
 import tiktoken
@@ -312,6 +313,15 @@ def test_unused_ids_and_the_released_size() -> None:
         ({"tokenizer.ggml.tokens": None}, FormatError, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.token_type": None}, FormatError, "token_type"),
         ({"tokenizer.ggml.token_type": [1]}, FormatError, "expected 258"),
+        ({"tokenizer.ggml.token_type": "1" * 258}, FormatError, "token_type is '1"),
+        ({"tokenizer.ggml.token_type": np.ones(258)}, FormatError, "token_type is array.*expected integers"),
+        ({"tokenizer.ggml.token_type": [True] * 258}, FormatError, "token_type"),
+        ({"tokenizer.ggml.tokens": np.arange(258)}, FormatError, "tokens is missing or not a list"),
+        ({"tokenizer.ggml.bos_token_id": "1"}, FormatError, "bos_token_id is .*'1'.*, expected integers"),
+        ({"tokenizer.ggml.eos_token_id": 1.9}, FormatError, "eos_token_id"),
+        ({"tokenizer.ggml.pad_token_id": np.array([1])}, FormatError, "pad_token_id"),
+        ({"tokenizer.ggml.model": np.array([1, 2])}, UnsupportedError, "model array"),
+        ({"tokenizer.ggml.pre": ["kimi-k2"]}, UnsupportedError, "pre-tokenizer \\['kimi-k2'\\]"),
         ({"tokenizer.ggml.eos_token_id": 258}, FormatError, "eos_token_id is 258"),
     ],
 )
