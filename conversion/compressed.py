@@ -33,6 +33,7 @@ SUPPORTED = (
 )
 
 _PER_WORD = 8  # int4 values in an int32
+_MAX_BLOCK = 1024  # a matrix is filled up to whole blocks when it is decoded
 _WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {  # key -> the values that are supported
     PACK: {
         "num_bits": (4,),
@@ -137,8 +138,14 @@ def _read_group(config: Config, where: str, group: Any, format_: str) -> Scheme:
         raise ConversionError(f"{config.path}: {where}.weights.group_size is {weights.get('group_size')!r}")
     if weights["strategy"] == "block":
         block = weights.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2 or not all(_is_positive(n) for n in block):
-            raise ConversionError(f"{config.path}: {where}.weights.block_structure is {block!r}, expected two numbers")
+        if (
+            not isinstance(block, list)
+            or len(block) != 2
+            or not all(_is_positive(n) and n <= _MAX_BLOCK for n in block)
+        ):
+            raise ConversionError(
+                f"{config.path}: {where}.weights.block_structure is {block!r}, expected two numbers up to {_MAX_BLOCK}"
+            )
     # Inputs that are quantized when the model runs leave no trace in the weights; here they stay as they are.
     inputs = group.get("input_activations")
     if inputs is not None and (not isinstance(inputs, dict) or inputs.get("dynamic") is not True):
@@ -179,7 +186,7 @@ class Decoder:
             from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
         except ImportError as error:
             raise ConversionError(
-                f"the weights are quantized ({scheme}), and {error.name} is not installed, which decodes them: "
+                f"the weights are quantized ({scheme}), and what decodes them is not installed ({error}): "
                 "pip install 'deltallama[compressed]'"
             ) from None
         try:
@@ -202,7 +209,7 @@ class Decoder:
             "I64": torch.int64,
         }
         state = {
-            name: torch.from_numpy(data).view(types[dtype]).reshape(shape)
+            name: torch.from_numpy(np.require(data, requirements="W")).view(types[dtype]).reshape(shape)
             for name, (dtype, shape, data) in parts.items()
         }
         zero = "weight_zero_point"

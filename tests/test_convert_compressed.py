@@ -161,9 +161,10 @@ def test_without_the_extra_it_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("torch", "compressed_tensors"):
         if name == module or name not in sys.modules:
             monkeypatch.setitem(sys.modules, name, None)  # importing it raises
-    with pytest.raises(
-        ConversionError, match=r"int4, group of 32, symmetric\), and \S+ is not installed.*\[compressed\]"
-    ):
+    pattern = (
+        r"int4, group of 32, symmetric\), and what decodes them is not installed .*: pip install '.*\[compressed\]'"
+    )
+    with pytest.raises(ConversionError, match=pattern):
         conversion.convert(folder, dry_run=True)
 
 
@@ -219,13 +220,15 @@ def second_group(scheme: dict[str, Any]) -> None:
             r"weights\.strategy is 'group', expected 'tensor' or 'channel' or 'block'",
         ),
         ("fp8", weights("strategy", "block"), r"weights\.block_structure is None, expected two numbers"),
+        ("fp8 blocks", weights("block_structure", [128, 2048]), r"is \[128, 2048\], expected two numbers up to 1024"),
     ],
 )
 def test_scheme_that_is_not_proven_is_refused(
     tmp_path: Path, format_: str, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     def mutate(checkpoint: HfCheckpoint) -> None:
-        {"int4": tiny_compressed.int4(), "fp8": tiny_compressed.fp8()}[format_](checkpoint)
+        formats = {"int4": tiny_compressed.int4(), "fp8": tiny_compressed.fp8()}
+        (formats | {"fp8 blocks": tiny_compressed.fp8("block")})[format_](checkpoint)
         change(checkpoint.text["quantization_config"])
 
     folder = write(tmp_path, "kimi-linear", mutate)
