@@ -32,7 +32,7 @@ static inline void from_float_q4_1(const float* src, void* dst, int64_t n) {
         const float d = (range.max - range.min) / 15;
         const float inverse = finite_reciprocal(d);
         store_f16(blocks[b].d, d);
-        store_f16(blocks[b].m, range.min + 0.0f);
+        store_f16(blocks[b].m, inverse == 0 && d != 0 ? 0.0f : range.min + 0.0f);
         int32_t q[32];
         for (int64_t j = 0; j < 32; ++j) {
             const auto code = static_cast<int32_t>((x[j] - range.min) * inverse + 0.5f);
