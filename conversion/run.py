@@ -199,7 +199,10 @@ def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | N
         if output.path.exists() and any(output.path.samefile(f) for f in folder.iterdir() if f.suffix != ".gguf"):
             raise ConversionError(f"{output.path} is part of the model that is being converted")
     if request.dry_run:
-        outputs.check(selected, force=request.force, restart=request.restart)
+        unfinished = outputs.check(selected, force=request.force, restart=request.restart)
+        missing, free = outputs.room(unfinished, restart=request.restart)
+        if missing > free:
+            log.warning("%d bytes are needed, but only %d are free on that disk", missing, free)
     elif not request.verify_only:
         is_complete = outputs.write(
             selected,

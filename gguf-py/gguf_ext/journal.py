@@ -63,7 +63,7 @@ class Journal:
             if record is None or not self._take(record, number):
                 if number == len(lines) - 2:
                     break  # the last line, torn by a crash of the machine
-                raise GGUFError(f"{path}: line {number + 1} is damaged")
+                raise GGUFError(f"{path}: line {number + 1} is damaged; start over with --restart")
             self._length += len(line) + 1
 
     @property
@@ -99,9 +99,6 @@ class Journal:
     def complete_set(self) -> None:
         self._append({"set": "complete"})
         self.set_is_complete = True
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
 
     def _append(self, value: dict[str, Any]) -> None:
         text = json.dumps(value, separators=(",", ":")).encode()

@@ -10,6 +10,7 @@ be moved away at any time, and several processes, also on several machines that 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
@@ -132,9 +133,14 @@ class OutputSet:
         a file gets its name.
 
         Raises:
-            GGUFError: as `Output.write`.
+            GGUFError: as `check` and `Output.write`; a single file does not fit on the disk.
         """
         unfinished = self.check(outputs, force=force, restart=restart)
+        missing, free = self.room(unfinished, restart=restart)
+        if len(unfinished) == 1:
+            check_space(unfinished[0].path, unfinished[0].size, missing)
+        elif missing > free:
+            log.warning("%d bytes are needed, but only %d are free: move finished files away in time", missing, free)
         total = sum(output.size for output in outputs)
         done = total - sum(output.size for output in unfinished)
         for output in unfinished:
@@ -146,10 +152,10 @@ class OutputSet:
         return self._finish(outputs[0])
 
     def check(self, outputs: Sequence[Output], *, force: bool, restart: bool) -> list[Output]:
-        """Those of the files that are to be written, after all checks that need no work.
+        """Those of the files that are to be written.
 
         Raises:
-            GGUFError: an output exists, was begun from other facts or does not fit on the disk.
+            GGUFError: an output exists, or was begun from other facts.
         """
         if not restart and self.outputs[0].journal().set_is_complete:
             return []  # that run was killed while it took the journals away
@@ -160,12 +166,12 @@ class OutputSet:
             if is_ours and not finished:
                 check_target(output.path, force)
                 unfinished.append(output)
-        missing = sum(output.size - (0 if restart else output.bytes_there()) for output in unfinished)
-        if len(unfinished) == 1:
-            check_space(unfinished[0].path, unfinished[0].size, missing)
-        elif unfinished and missing > (free := shutil.disk_usage(self.path.parent).free):
-            log.warning("%d bytes are needed, but only %d are free: move finished files away in time", missing, free)
         return unfinished
+
+    def room(self, unfinished: Sequence[Output], *, restart: bool = False) -> tuple[int, int]:
+        """How many bytes these files still need on the disk, and how many are free."""
+        missing = sum(output.size - (0 if restart else output.bytes_there()) for output in unfinished)
+        return missing, shutil.disk_usage(self.path.parent).free
 
     def _finish(self, ours: Output) -> bool:
         """Whether every file of the set is finished; then nobody needs the journals any more. `ours` is one that is."""
@@ -181,14 +187,27 @@ class OutputSet:
                     ", ".join(map(str, missing)),
                 )
                 return False
-            first.complete_set()
+            if len(self.outputs) > 1:
+                with contextlib.suppress(OSError):  # it only matters if we are killed between the next lines
+                    first.complete_set()
         for output in reversed(self.outputs):
-            output.journal().remove()
+            output.journal_path.unlink(missing_ok=True)
         return True
 
 
 def _name(path: Path, number: int, count: int) -> Path:
     return path.with_name(c.SPLIT_NAME.format(stem=path.stem, number=number, count=count))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
 def _from(progress: Progress | None, before: int, total: int) -> Progress | None:

@@ -140,7 +140,7 @@ class Output:
         threads = threads or default_threads()
         with _locked_partial(self.partial) as handle:
             if restart or self.facts is None:
-                Journal(self.journal_path).remove()
+                self.journal_path.unlink(missing_ok=True)
             journal = self.journal() if self.facts is not None else None
             if journal is not None and journal.is_complete and os.fstat(handle).st_size == 0:
                 self.partial.unlink()  # another process has finished the file since we looked
@@ -168,7 +168,8 @@ class Output:
         if journal is not None and journal.n_pieces:
             check_space(self.path, self.size, self.size - self.bytes_there())
             return
-        os.ftruncate(handle, 0)
+        with _writing():
+            os.ftruncate(handle, 0)
         check_space(self.path, self.size, self.size)
         with _writing():
             os.ftruncate(handle, self.size)
@@ -226,8 +227,7 @@ class Output:
             share = f"{journal.n_pieces} of {self.plan.n_pieces} pieces"
             log.warning("%s: %s are kept in %s; run the same again to continue", self.path, share, self.partial.name)
             return
-        if journal is not None:
-            journal.remove()
+        self.journal_path.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             self.partial.unlink()
 
