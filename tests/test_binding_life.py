@@ -253,14 +253,15 @@ def test_an_interrupt_at_any_moment_leaves_a_usable_model(k3_path: Path, tmp_pat
         try:
             for _ in range(300):
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.choice([1e-4, 1e-3, 3e-3, 1e-2]))
-                    rng.choice(calls)()
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, rng.choice([1e-4, 1e-3, 3e-3, 1e-2]))
+                        rng.choice(calls)()
+                    finally:  # inside the other: the signal may come here too
+                        signal.setitimer(signal.ITIMER_REAL, 0)
                 except Interrupt:
                     n_interrupted += 1
                 except deltallama.ContextFullError:
                     pass
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
                 if rng.random() < 0.1:
                     assert model.generate(PROMPT, max_tokens=5, temperature=0).tokens == expected
         finally:
