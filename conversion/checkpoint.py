@@ -48,6 +48,7 @@ class Checkpoint:
         self.folder = folder
         self.tensors: dict[str, Source] = {}
         self.shards: list[Shard] = []
+        self.is_complete = False  # whether the tensors of all shards are known
         self._store = store if store is not None else LocalStore(folder)
         self._checks = checks if checks is not None else Checks()
         try:
@@ -88,19 +89,23 @@ class Checkpoint:
             if unlisted:
                 raise ConversionError(f"{index}: in the folder but not listed: {listed(unlisted)}")
         self._open_shards(sorted(names.keys() - set(absent)), index, names)
+        self.is_complete &= not absent
 
     def _open_shards(
-        self, files: Iterable[str], index: Path | None = None, names: dict[str, list[str]] | None = None
+        self, files: list[str], index: Path | None = None, names: dict[str, list[str]] | None = None
     ) -> None:
         """Read the headers of `files`; compare the tensors of each with `names`, what the index lists for it."""
+        n_known = 0
         lost: dict[str, str] = {}  # listed for a file and not in it -> that file
         extra: dict[str, str] = {}  # in a file and not listed for it -> that file
         for file, shard, text in self._headers(files):
             with self._checks:
-                sources = parse_header(shard, text)
+                sources = parse_header(shard, text, self._checks)
                 if names is not None:
                     _compare(file, names.pop(file), sources, lost, extra)
                 self._add(file, sources)
+                n_known += 1
+        self.is_complete = n_known == len(files)
         with self._checks:
             if lost or extra:
                 raise _disagreement(index, lost, extra)

@@ -15,8 +15,10 @@ from gguf_ext.split import Limits, parse_size
 from .base import OUTTYPES, supported_architectures
 from .errors import ConversionError
 from .run import AUTO, Request, run
+from .validate import Findings, validate
 
 _REDRAW_SECONDS = 0.2
+_SHOWN_PROBLEMS = 100
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -45,6 +47,11 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     p.add_argument("--force", action="store_true", help="replace an existing output")
     p.add_argument(
         "--dry-run", action="store_true", help="check and plan everything, print the output's name, write nothing"
+    )
+    p.add_argument(
+        "--validate",
+        action="store_true",
+        help="say everything that headers and small files show to be wrong, or what would be written; write nothing",
     )
     p.add_argument("--vocab-only", action="store_true", help="write keys and vocabulary without tensors")
     p.add_argument("--model-name", metavar="NAME", help="general.name (default: from the model card or the folder)")
@@ -161,28 +168,10 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
     bar = _Progress() if sys.stderr.isatty() else None
     try:
-        paths = run(
-            Request(
-                arguments.model,
-                arguments.outfile,
-                arguments.outtype,
-                arguments.force,
-                remote=arguments.remote,
-                revision=arguments.revision,
-                restart=arguments.restart,
-                dry_run=arguments.dry_run,
-                vocab_only=arguments.vocab_only,
-                model_name=arguments.model_name,
-                metadata=arguments.metadata,
-                limits=Limits(arguments.split_max_size, arguments.split_max_tensors, arguments.no_tensor_first_split),
-                only=arguments.only_split,
-                verify=arguments.verify,
-                verify_only=arguments.verify_only,
-                threads=arguments.threads,
-                progress=bar,
-                on_digest=lambda name, digest: print(f"{digest}  {name}"),
-            )
-        )
+        request = _request(arguments, bar)
+        if arguments.validate:
+            return _report(validate(request))
+        paths = run(request)
     except (ConversionError, GGUFError, OSError) as error:
         return _fail(bar, f"error: {error}", 1)
     except KeyboardInterrupt:
@@ -197,6 +186,44 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
             print(path)
         elif not arguments.verify_only:
             print(f"written: {path}", file=sys.stderr)
+    return 0
+
+
+def _request(arguments: argparse.Namespace, bar: _Progress | None) -> Request:
+    return Request(
+        arguments.model,
+        arguments.outfile,
+        arguments.outtype,
+        arguments.force,
+        remote=arguments.remote,
+        revision=arguments.revision,
+        restart=arguments.restart,
+        dry_run=arguments.dry_run,
+        vocab_only=arguments.vocab_only,
+        model_name=arguments.model_name,
+        metadata=arguments.metadata,
+        limits=Limits(arguments.split_max_size, arguments.split_max_tensors, arguments.no_tensor_first_split),
+        only=arguments.only_split,
+        verify=arguments.verify,
+        verify_only=arguments.verify_only,
+        threads=arguments.threads,
+        progress=bar,
+        on_digest=lambda name, digest: print(f"{digest}  {name}"),
+    )
+
+
+def _report(findings: Findings) -> int:
+    """Print what `validate` found; the exit status."""
+    for problem in findings.problems[:_SHOWN_PROBLEMS]:
+        print(f"error: {problem}", file=sys.stderr)
+    if findings.problems:
+        rest = len(findings.problems) - _SHOWN_PROBLEMS
+        print(f"{len(findings.problems)} problems" + (f", {rest} not shown" if rest > 0 else ""), file=sys.stderr)
+        return 1
+    n_tensors = sum(count for count, _ in findings.types.values())
+    print(f"{findings.path}: {findings.size} bytes, {n_tensors} tensors")
+    for name, (count, n_bytes) in sorted(findings.types.items()):
+        print(f"{name:8} {count:8} tensors {n_bytes:16} bytes")
     return 0
 
 

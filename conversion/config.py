@@ -79,8 +79,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _or(stand_in: Callable[[], _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a check of a field: where problems are gathered, `stand_in()` takes the place of a wrong value."""
+def _or(stand_in: Callable[[], _R], shapes: bool = True) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a check of a field: where problems are gathered, `stand_in()` takes the place of a wrong value.
+
+    `shapes` says whether such fields decide which tensors there are, of which shape.
+    """
 
     def decorate(check: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(check)
@@ -89,7 +92,7 @@ def _or(stand_in: Callable[[], _R]) -> Callable[[Callable[_P, _R]], Callable[_P,
             assert isinstance(config, Config)
             with config.checks:
                 return check(*args, **kwargs)
-            config.has_stand_ins = True
+            config.has_stand_ins |= shapes
             return stand_in()
 
         return checked
@@ -101,7 +104,7 @@ class Config:
     """`config.json` with `text_config` merged over it. Fields are named with dots: `linear_attn_config.head_dim`.
 
     `checks` decides whether the first wrong field ends it or all are gathered; in that case wrong values are replaced,
-    and `has_stand_ins` says that nothing can be compared with the configuration any more.
+    and `has_stand_ins` says that tensors and vocabulary cannot be compared with the configuration any more.
     """
 
     def __init__(self, path: Path, checks: Checks | None = None) -> None:
@@ -144,7 +147,7 @@ class Config:
             raise self.wrong(field, f"at most {maximum}")
         return value
 
-    @_or(lambda: 1.0)
+    @_or(lambda: 1.0, shapes=False)
     def number(self, field: str) -> float:
         """A required finite number."""
         value = self._required(field)
@@ -152,7 +155,7 @@ class Config:
             raise self.wrong(field, "a finite number")
         return float(value)
 
-    @_or(lambda: 1.0)
+    @_or(lambda: 1.0, shapes=False)
     def positive(self, field: str) -> float:
         """A required finite number above 0."""
         value = self.number(field)

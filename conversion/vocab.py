@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,36 @@ class Vocabulary:
 def read_vocabulary(folder: Path, config: Config, default_template: str | None) -> Vocabulary:
     """Read and check the vocabulary of a model folder; `default_template` serves when the folder has no chat template.
 
+    Where `config.checks` gathers problems, what is wrong is missing in the result.
+
     Raises:
         ConversionError: a file is missing or malformed, ranks or names are not a consistent vocabulary, or its size is
             not the config's `vocab_size`.
     """
+    checks = config.checks
     size = config.integer("vocab_size", maximum=MAX_TOKENS)
-    ranks = read_ranks(folder / RANKS_NAME)
+    vocabulary = Vocabulary([], [], [], None, 0, None, default_template, {})
+    with checks:
+        ranks = read_ranks(folder / RANKS_NAME)
+        if not config.has_stand_ins:
+            tokens, types = _tokens(folder, ranks, size)
+            vocabulary = replace(vocabulary, tokens=tokens, types=types, merges=_merges(folder, ranks))
+    with checks:
+        template, named = read_chat_templates(folder)
+        vocabulary = replace(vocabulary, chat_template=template or default_template, named_templates=named)
+    if config.has_stand_ins:
+        return vocabulary
+    with checks:
+        vocabulary = replace(vocabulary, bos=_token_id(config, "bos_token_id", size))
+    with checks:
+        vocabulary = replace(vocabulary, eos=_required_token_id(config, "eos_token_id", size))
+    with checks:
+        vocabulary = replace(vocabulary, padding=_token_id(config, "pad_token_id", size))
+    return vocabulary
+
+
+def _tokens(folder: Path, ranks: list[bytes], size: int) -> tuple[list[str], list[TokenType]]:
+    """Text and type of every id below `size`."""
     names = _special_names(folder / CONFIG_NAME, len(ranks), size)
     tokens = [printable(token) for token in ranks]
     types = [TokenType.NORMAL] * len(ranks)
@@ -93,22 +117,16 @@ def read_vocabulary(folder: Path, config: Config, default_template: str | None) 
         tokens.append(names.get(token_id, fallback))
         types.append(TokenType.CONTROL if reserved or token_id in names else TokenType.UNUSED)
     _check_unique(folder, tokens)
+    return tokens, types
+
+
+def _merges(folder: Path, ranks: list[bytes]) -> list[str]:
     lines = list(merges(ranks))
     if not lines:
         raise ConversionError(
             f"{folder / RANKS_NAME}: no token is a merge of two others; text would fall into single bytes"
         )
-    template, named = read_chat_templates(folder)
-    return Vocabulary(
-        tokens=tokens,
-        types=types,
-        merges=lines,
-        bos=_token_id(config, "bos_token_id", size),
-        eos=_required_token_id(config, "eos_token_id", size),
-        padding=_token_id(config, "pad_token_id", size),
-        chat_template=template or default_template,
-        named_templates=named,
-    )
+    return lines
 
 
 def read_ranks(path: Path) -> list[bytes]:
