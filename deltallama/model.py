@@ -93,7 +93,8 @@ class Llama:
             n_threads: 0: physical cores.
             n_batch: rows computed together in a prompt; 0: 512.
             n_outputs: rows per step that may keep logits; 0: 16.
-            activations: how finely inputs of products with quantized weights are rounded: "exact", "fine", "fast".
+            activations: "exact" computes in float64, "fine" and "fast" in float32 with inputs of products with quantized
+                weights rounded to 16 or 8 bits per value.
             cache_type: type of the latent cache: "f32", "f16", "bf16".
             seed: seed of calls that name none; None: a new one for each call.
             device: kind of device: "cpu", or "ref" (scalar and slow, the definition).

@@ -50,12 +50,12 @@ class State:
     n_ctx: int = 0
     cache_type: int = F32
     n_slots: int = 1
-    recurrent: np.ndarray = field(init=False)  # [n_slots, floats]
+    recurrent: np.ndarray = field(init=False)  # [n_slots, values], float64; the device holds its own value type
     latent: np.ndarray = field(init=False)  # [n_slots, n_ctx, bytes per row]
 
     def __post_init__(self) -> None:
         inner = self.n_head * self.head_dim
-        self.recurrent = np.zeros((self.n_slots, 3 * self.conv_rows * inner + inner * self.head_dim), np.float32)
+        self.recurrent = np.zeros((self.n_slots, 3 * self.conv_rows * inner + inner * self.head_dim))
         row = {F32: 4, int(Type.F16): 2, int(Type.BF16): 2}[self.cache_type] * self.latent_width
         self.latent = np.zeros((self.n_slots, self.n_ctx, row), np.uint8)
 
@@ -92,7 +92,13 @@ def run(
     state: State | None = None,
     sequences: list[Sequence] | None = None,
 ) -> np.ndarray:
-    """Runs `op` and returns its output [rows, out_cols]; `state` is updated in place."""
+    """Runs `op` and returns its output [rows, out_cols], float64; `state` is updated in place.
+
+    `device` "ref" and "cpu" compute in float64; "cpu-float" is the cpu device with float32 between its ops, and with
+    rounded inputs of products with integer weights (`activations` "fine").
+    """
+    if device == "cpu-float":
+        device, activations = "cpu", "fine"
     ffi, lib = native.load()
     rows = n_rows if n_rows is not None else len(inputs[0])
     keep: list[Any] = []
@@ -117,8 +123,8 @@ def run(
         w.name, w.type, w.data = keep[-1], weight.type, pointer(weight.data, "void *")
         w.mats, w.rows, w.cols = shape
     for i, array in enumerate(inputs):
-        array = np.ascontiguousarray(array, np.float32)
-        case.inputs[i], case.input_cols[i] = pointer(array, "float *"), array.shape[1]
+        array = np.ascontiguousarray(array, np.float64)
+        case.inputs[i], case.input_cols[i] = pointer(array, "double *"), array.shape[1]
     if tokens is not None:
         case.tokens = pointer(np.ascontiguousarray(tokens, np.int32), "int32_t *")
     picked = np.asarray(output_rows if output_rows is not None else [], np.int32)
@@ -127,13 +133,18 @@ def run(
         case.n_head, case.head_dim, case.conv_rows = state.n_head, state.head_dim, state.conv_rows
         case.latent_width, case.n_ctx, case.cache_type = state.latent_width, state.n_ctx, state.cache_type
         case.n_slots = state.n_slots
-        case.recurrent, case.latent = pointer(state.recurrent, "void *"), pointer(state.latent, "void *")
+        # A device of float64 holds float64 in a cache of type F32.
+        widened = state.cache_type == F32 and (device == "ref" or activations == "exact")
+        latent = state.latent.view(np.float32).astype(np.float64) if widened else state.latent
+        case.recurrent, case.latent = pointer(state.recurrent, "double *"), pointer(latent, "void *")
         default = [Sequence(0, 0, rows, 0)]
         seqs = np.array([[s.slot, s.first_row, s.n_rows, s.position] for s in sequences or default], np.int32)
         case.seqs, case.n_seqs = pointer(seqs, "int32_t *"), len(seqs)
-    out = np.full((len(picked) if op == "pick_rows" else rows, max(out_cols, 1)), np.nan, np.float32)
-    case.out = pointer(out, "float *")
+    out = np.full((len(picked) if op == "pick_rows" else rows, max(out_cols, 1)), np.nan)
+    case.out = pointer(out, "double *")
     native.check(lib.delta_test_op(case))
+    if state is not None and widened:
+        state.latent[:] = latent.astype(np.float32).view(np.uint8)
     return out
 
 

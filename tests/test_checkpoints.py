@@ -104,14 +104,17 @@ def test_generation_by_sync_keeps_few_checkpoints(k3_mini: Path, k3_fresh: Fresh
         k3_fresh.check(session, text)
 
 
+@pytest.mark.parametrize("activations,value_bytes", [("exact", 8), ("fine", 4)])
 def test_e13_memory_is_sized_by_the_kind_of_layer(
-    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path]
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], activations: str, value_bytes: int
 ) -> None:
     """69 KDA and 24 MLA layers: recurrent state for the first, latent rows for the second only."""
     ffi, lib = native.load()
     path = gguf(tiny_checkpoint("k3-93-layers"))
     with (
-        Engine(path, n_ctx=256, n_sessions=3, cache_type="f16", checkpoint_bytes=0) as engine,
+        Engine(
+            path, n_ctx=256, n_sessions=3, cache_type="f16", activations=activations, checkpoint_bytes=0
+        ) as engine,
         GGUFReader(path) as file,
     ):
         assert (engine.info.n_layer_kda, engine.info.n_layer_mla) == (69, 24)
@@ -120,7 +123,7 @@ def test_e13_memory_is_sized_by_the_kind_of_layer(
         width = file.fields[key + "kda.head_dim"]
         latent = file.fields[key + "attention.kv_lora_rank"] + file.fields[key + "rope.dimension_count"]
         inner = heads * width
-        recurrent = 69 * 4 * (3 * (taps - 1) * inner + inner * width)
+        recurrent = 69 * value_bytes * (3 * (taps - 1) * inner + inner * width)
         memory = ffi.new("delta_memory *")
         memory.size = ffi.sizeof("delta_memory")
         native.check(lib.delta_model_memory(engine.model, memory))

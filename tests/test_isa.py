@@ -23,7 +23,7 @@ if not native.has_test_api():
 
 FFI, LIB = native.load()
 ISAS = FFI.string(LIB.delta_test_isas()).decode().split()
-INPUT_F32, INPUT_EXACT, INPUT_I16, INPUT_I8 = range(4)
+INPUT_F32, INPUT_I16, INPUT_I8 = range(3)
 BLOCK, KEY_BLOCK, CHUNK, LANES, MAX_ROWS = 32, 32, 16, 16, 16
 F16, BF16, Q8_0, MXFP4 = int(Type.F16), int(Type.BF16), int(Type.Q8_0), int(Type.MXFP4)
 SIZES = [1, 3, 4, 15, 16, 17, 48, 129, 1000]
@@ -121,7 +121,7 @@ def encoded(rng: np.random.Generator, type_: int, n_w: int, n: int) -> tuple[np.
 
 def input_rows(isa: str, x: np.ndarray, input_: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows as the kernels read them, bytes [n_x, stride], and the values they stand for."""
-    if input_ in (INPUT_F32, INPUT_EXACT):
+    if input_ == INPUT_F32:
         return x.view(np.uint8).reshape(len(x), -1).copy(), wide(x)
     n_x, n = x.shape
     dtype = {INPUT_I16: np.int16, INPUT_I8: np.int8}[input_]
@@ -140,7 +140,7 @@ def dot(
     return call(isa, "dot", [w, x], [nans(len(x), n_w)], sizes, type_=type_, input_=input_)[0]
 
 
-PRODUCTS = [(t, i) for t in (F32, F16, BF16, Q8_0, MXFP4) for i in (INPUT_F32, INPUT_EXACT)] + [
+PRODUCTS = [(t, INPUT_F32) for t in (F32, F16, BF16, Q8_0, MXFP4)] + [
     (t, i) for t in (Q8_0, MXFP4) for i in (INPUT_I16, INPUT_I8)
 ]
 
@@ -165,12 +165,12 @@ def test_dot_of_any_length(isa: str, rng: np.random.Generator, type_: int, n: in
         assert off(out, x_values @ values.reshape(6, n).T, np.abs(x_values) @ np.abs(values).reshape(6, n).T) < BOUND
 
 
-@pytest.mark.parametrize("type_", [F32, F16, BF16, Q8_0, MXFP4])
-def test_exact_dot_is_off_by_one_rounding(isa: str, rng: np.random.Generator, type_: int) -> None:
-    w, values, row_bytes = encoded(rng, type_, 7, 2048)
-    x = normal(rng, 3, 2048)
-    out = dot(isa, w, 7, row_bytes, x.view(np.uint8), 2048, type_, INPUT_EXACT)
-    assert ulps(out, wide(x) @ values.reshape(7, -1).T) < 0.51
+@pytest.mark.parametrize("n", SIZES)
+def test_wide_dot(isa: str, rng: np.random.Generator, n: int) -> None:
+    w, x = rng.standard_normal(n), rng.standard_normal(n)
+    out = call(isa, "wide_dot", [w, x], [np.full(1, np.nan)], [n])[0]
+    terms = w.astype(np.longdouble) * x
+    assert abs(out[0] - terms.sum()) <= 1e-15 * np.abs(terms).sum()
 
 
 @pytest.mark.parametrize("type_,input_", PRODUCTS, ids=lambda v: str(v))
@@ -274,7 +274,7 @@ def test_exponential(isa: str, rng: np.random.Generator) -> None:
     g = np.concatenate([sweep(rng, 88.0), -np.abs(sweep(rng, 400.0)), [-1e30, -np.inf]]).astype(np.float32)[None]
     n = g.shape[1]
     ones = np.ones_like(g)
-    decay = call(isa, "kda_prepare", [ones, ones, g], [nans(1, n) for _ in range(3)], [1, n, 1])[2]
+    decay = call(isa, "kda_prepare", [ones, ones, g], [*(nans(1, n) for _ in range(3)), nans(1)], [1, n, 1])[2]
     assert ulps(decay, np.exp(wide(g))) < 1.1
     assert decay[0, -1] == 0
 
@@ -350,23 +350,23 @@ def test_sums_of_rows(isa: str, rng: np.random.Generator, n: int, count: int) ->
 def test_kda_prepare(isa: str, rng: np.random.Generator, d: int) -> None:
     q, k, g = normal(rng, 5, d), normal(rng, 5, d, scale=1e-4), -np.abs(normal(rng, 5, d, scale=100))
     k[2] = 0
-    out = call(isa, "kda_prepare", [q, k, g], [nans(5, d) for _ in range(3)], [5, d, 1])
+    out = call(isa, "kda_prepare", [q, k, g], [*(nans(5, d) for _ in range(3)), nans(5)], [5, d, 1])
     assert nmse(out[0], ref.l2_norm(wide(q)) * d**-0.5) < BOUND
     assert nmse(out[1], ref.l2_norm(wide(k))) < BOUND
     assert nmse(out[2], np.exp(wide(g))) < BOUND
+    assert np.allclose(out[3], (wide(out[0]) * wide(out[1])).sum(axis=1), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("kernel", ["kda_exact", "kda_step", "kda_chunk"])
 @pytest.mark.parametrize("d,n_v", [(1, 1), (5, 3), (16, 16), (48, 48), (128, 128), (131, 37)])
 @pytest.mark.parametrize("n", [1, 2, 7, CHUNK])
 @pytest.mark.parametrize("decay", [1e-3, 5.0, 316.0])
-def test_kda(isa: str, rng: np.random.Generator, kernel: str, d: int, n_v: int, n: int, decay: float) -> None:
+def test_kda_scan(isa: str, rng: np.random.Generator, d: int, n_v: int, n: int, decay: float) -> None:
     q, k = normal(rng, n, d), normal(rng, n, d)
     if n > 1:
         k[1] = k[0]  # parallel keys make the largest corrections
     g = -np.abs(normal(rng, n, d, scale=decay))
     v, beta, state = normal(rng, n, n_v, scale=25), rng.random(n).astype(np.float32), normal(rng, n_v, d)
-    o, new = call(isa, kernel, [q, k, g, v, beta], [nans(n, n_v), state], [n, d, n_v])
+    o, new = call(isa, "kda_scan", [q, k, g, v, beta], [nans(n, n_v), state], [n, d, n_v])
     expected, s = ref.kda_recurrent(
         (ref.l2_norm(wide(q)) * d**-0.5)[:, None],
         ref.l2_norm(wide(k))[:, None],
@@ -378,6 +378,23 @@ def test_kda(isa: str, rng: np.random.Generator, kernel: str, d: int, n_v: int, 
     written = np.abs(wide(v)).mean() * d**-0.5  # what one token adds to the state; later ones may cancel it
     assert off(o, expected[:, 0], np.abs(expected[:, 0]) + written) < 1e-11
     assert off(new, s[0].T, np.abs(s[0].T) + written) < 1e-11
+
+
+@pytest.mark.parametrize("d,n_v", [(5, 3), (48, 48), (131, 37)])
+def test_kda_scan_does_not_depend_on_how_it_is_cut(isa: str, rng: np.random.Generator, d: int, n_v: int) -> None:
+    """Bit for bit: tokens in several calls, and rows of the state in several calls."""
+    n = 11
+    q, k, v, g = normal(rng, n, d), normal(rng, n, d), normal(rng, n, n_v, scale=5), -np.abs(normal(rng, n, d))
+    beta, state = rng.random(n).astype(np.float32), normal(rng, n_v, d)
+    whole, end = call(isa, "kda_scan", [q, k, g, v, beta], [nans(n, n_v), state], [n, d, n_v])
+    for rows in (slice(0, 1), slice(1, n_v), slice(0, n_v)):
+        s, parts = state[rows].copy(), []
+        for tokens in (slice(0, 1), slice(1, 4), slice(4, 5), slice(5, n)):
+            inputs = [np.ascontiguousarray(x[tokens]) for x in (q, k, g, v[:, rows], beta)]
+            sizes = [len(inputs[0]), d, len(s)]
+            o, s = call(isa, "kda_scan", inputs, [nans(*inputs[3].shape), s], sizes)
+            parts.append(o)
+        assert np.array_equal(np.concatenate(parts), whole[:, rows]) and np.array_equal(s, end[rows])
 
 
 def padded(x: np.ndarray, pad: int) -> np.ndarray:

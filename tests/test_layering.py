@@ -24,7 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "graph": ("quant", "base"),
     "backend": ("graph",),
     "ref": ("backend",),
-    "cpu": ("backend",),
+    "cpu": ("ref",),  # what exact activations mean
     "models": ("graph", "gguf"),
     "runtime": ("models", "graph", "gguf", "backend"),
     "api": ("runtime", "include"),

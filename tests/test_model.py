@@ -12,9 +12,11 @@ import pytest
 import native
 import reference as ref
 from engine import Engine
+from file_constants import as_the_file_holds
 
 EXACT = 1e-10  # normalised mean squared error of the logits of one position
-SPLIT = 1e-9  # the same between two ways to cut the input
+ROUNDED = 1e-14  # the same if nothing but the logits is rounded to float32: 2^-48 / 3 on average
+BLOCK = 1e-20  # the same for one block of a layer on the input that the engine gave it, in float64
 ROUTER_GAP = 1e-5  # positions after a closer decision of a router are left out, and counted
 
 
@@ -77,61 +79,44 @@ def test_logits_equal_the_reference(
 
 
 @pytest.mark.parametrize("device", ["ref", "cpu"])
-@pytest.mark.parametrize("preset", ["k3", "kl", "k3-odd", "kl-odd"])
-def test_fresh_texts_are_as_exact_as_float32_allows(
+@pytest.mark.parametrize("preset,n", PRESETS)
+def test_fresh_texts_differ_by_nothing_but_the_rounding_of_their_logits(
     tiny_checkpoint: Callable[..., Path],
     gguf: Callable[..., Path],
     rng: np.random.Generator,
     device: str,
     preset: str,
+    n: int,
 ) -> None:
-    """A random text may have a position where the model magnifies any rounding of the values between its ops; how much
-    is measured on the reference itself. Elsewhere the bound is the usual one.
-    """
+    """No position is left out: with the constants of the file, no router decision is close enough to turn."""
     folder = tiny_checkpoint(preset)
-    model = ref.Model.from_checkpoint(folder)
-    tokens = rng.integers(0, model.embedding.shape[0], 40).tolist()
-    trace: dict[str, np.ndarray] = {}
-    expected = model.forward(tokens, trace=trace)
-    close = np.flatnonzero(trace["router_gaps"] < ROUTER_GAP)
-    n = int(close[0]) if len(close) else len(tokens)
-    with Engine(gguf(folder), device=device, n_ctx=40, n_batch=32) as engine:
-        errors = nmse_rows(engine.logits(tokens), expected)
-    assert np.all(errors[:n] < np.maximum(EXACT, amplified_rounding(model, tokens, expected, rng)[:n]))
+    model = as_the_file_holds(ref.Model.from_checkpoint(folder))
+    tokens = rng.integers(0, model.embedding.shape[0], n).tolist()
+    with Engine(gguf(folder), device=device, n_ctx=n, n_batch=32) as engine:
+        errors = nmse_rows(engine.logits(tokens), model.forward(tokens))
+    assert errors.max() < ROUNDED, f"worst {errors.max():.2e}"
 
 
-def amplified_rounding(
-    model: ref.Model, tokens: list[int], expected: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
-    """[n]: what one float32 rounding of the embedding does to the logits of a position, times the number of such
-    roundings: about twenty ops of every layer round, not the embedding alone. Changes the model's embedding."""
-    model.embedding = model.embedding * (1 + 2.0**-24 * rng.standard_normal(model.embedding.shape))
-    return 20 * len(model.layers) * nmse_rows(model.forward(tokens), expected)
-
-
+@pytest.mark.parametrize("activations", ["exact", "fine", "fast"])
 @pytest.mark.parametrize("preset", ["k3", "kl", "k3-odd", "kl-odd"])
-def test_d1_d2_every_split_gives_the_same_logits(
-    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], rng: np.random.Generator, preset: str
+def test_d1_d2_no_bit_depends_on_how_the_input_is_cut(
+    tiny_checkpoint: Callable[..., Path],
+    gguf: Callable[..., Path],
+    rng: np.random.Generator,
+    preset: str,
+    activations: str,
 ) -> None:
-    """D1, D2: pieces of any length against one step over everything; bit-equal state is not asked, the same text is."""
-    path = gguf(tiny_checkpoint(preset))
-    with Engine(path, n_ctx=200, n_batch=200, n_outputs=200) as engine:
+    """D1, D2: pieces of any length against one step over everything."""
+    path = gguf(tiny_checkpoint(preset), "q8_0" if activations == "fast" else "f32")
+    with Engine(path, n_ctx=200, n_batch=200, n_outputs=200, activations=activations) as engine:
         tokens = rng.integers(0, engine.n_vocab, 200).tolist()
-        whole = engine.logits(tokens).astype(np.float64)
+        whole = engine.logits(tokens)
         cuts = [[k] * (200 // k) for k in (1, 7, 16, 64)]
         # Every single cut where it is cheap; around the chunk of the scan, and the ends, where it is not.
-        cuts += [[k] for k in (range(1, 200) if preset in ("k3", "kl") else (1, 2, 15, 17, 31, 33, 100, 199))]
+        every = preset in ("k3", "kl") and activations == "fine"
+        cuts += [[k] for k in (range(1, 200) if every else (1, 2, 15, 17, 31, 33, 100, 199))]
         for pieces in cuts:
-            cut = engine.logits(tokens, pieces)
-            assert nmse_rows(cut, whole).max() < SPLIT, pieces[:3]
-            assert_same_text(cut, whole, 1e-3)
-
-
-def assert_same_text(found: np.ndarray, expected: np.ndarray, near_tie: float) -> None:
-    """Greedy choices are equal where the two best logits are not a near-tie."""
-    differs = found.argmax(axis=1) != expected.argmax(axis=1)
-    best = np.sort(expected, axis=1)[:, -2:]
-    assert not np.any(differs & (best[:, 1] - best[:, 0] > near_tie))
+            assert np.array_equal(engine.logits(tokens, pieces), whole), pieces[:3]
 
 
 @pytest.mark.parametrize("n_batch", [1, 3, 16])
@@ -142,7 +127,7 @@ def test_d6_steps_smaller_than_the_input(
     path = gguf(tiny_checkpoint(preset))
     with Engine(path, n_ctx=50, n_batch=n_batch) as small, Engine(path, n_ctx=50, n_batch=50) as large:
         tokens = rng.integers(0, small.n_vocab, 50).tolist()
-        assert nmse_rows(small.logits(tokens), large.logits(tokens).astype(np.float64)).max() < SPLIT
+        assert np.array_equal(small.logits(tokens), large.logits(tokens))
 
 
 @pytest.mark.parametrize("activations", ["exact", "fine", "fast"])
@@ -191,10 +176,10 @@ def observe(engine: Engine, tokens: list[int]) -> dict[str, list[np.ndarray]]:
     seen: dict[str, list[np.ndarray]] = {}
     ffi, lib = engine.ffi, engine.lib
 
-    @ffi.callback("void(const char *, const char *, int32_t, const float *, int32_t, int32_t, void *)")  # type: ignore[untyped-decorator]
+    @ffi.callback("void(const char *, const char *, int32_t, const double *, int32_t, int32_t, void *)")  # type: ignore[untyped-decorator]
     def note(op: Any, name: Any, layer: int, data: Any, rows: int, cols: int, user: Any) -> None:
         if data != ffi.NULL and rows * cols:
-            values = np.frombuffer(ffi.buffer(data, 4 * rows * cols), np.float32).reshape(rows, cols).copy()
+            values = np.frombuffer(ffi.buffer(data, 8 * rows * cols), np.float64).reshape(rows, cols).copy()
             seen.setdefault(ffi.string(name).decode(), []).append(values)
 
     native.check(lib.delta_test_observe(engine.model, note, ffi.NULL))
@@ -215,34 +200,28 @@ def test_d11_each_layer_of_a_deep_model(
     n_layers: int,
     device: str,
 ) -> None:
-    """D11: mixing residuals amplifies rounding with depth, so each sub-block is judged on the input the engine gave it.
-
-    What depth does to the logits is measured on the reference itself, by changing its embedding by one rounding.
-    """
+    """D11: mixing residuals amplifies rounding with depth. In float64 nothing of it reaches the logits, whatever the
+    depth, and each sub-block is judged on the input the engine gave it."""
     folder = tiny_checkpoint("k3-93-layers", **({} if n_layers == 93 else layers(n_layers)))
-    model = ref.Model.from_checkpoint(folder)
+    model = as_the_file_holds(ref.Model.from_checkpoint(folder))
     tokens = rng.integers(0, 512, 10).tolist()
     with Engine(gguf(folder), device=device, n_ctx=10, n_batch=16, n_outputs=16) as engine:
         seen = observe(engine, tokens)
         logits = engine.logits(tokens)
     for i, layer in enumerate(model.layers):
-        h = seen[f"blk.{i}.attn_norm"][0].astype(np.float64)
+        h = seen[f"blk.{i}.attn_norm"][0]
         whole: Any = [(slice(0, len(tokens)), layer.attn.new_state())]
         attn = nmse_rows(seen[f"blk.{i}.attn_output"][0], layer.attn.forward(h, whole)).max()
-        assert attn < EXACT, f"layer {i} attention: {attn:.2e}"
-        h = seen[f"blk.{i}.ffn_norm"][0].astype(np.float64)
+        assert attn < BLOCK, f"layer {i} attention: {attn:.2e}"
+        h = seen[f"blk.{i}.ffn_norm"][0]
         if isinstance(layer.ffn, ref.DenseFfn):
             found, expected = seen[f"blk.{i}.ffn_down"][0], layer.ffn.forward(h)
-            assert nmse_rows(found, expected).max() < EXACT, f"layer {i} feed-forward"
         else:
             # The last two additions of a layer: the shared experts' and the residual's.
-            found, (expected, gap) = seen[f"blk.{i}.add"][-2], layer.ffn.forward(h)
-            safe = gap > ROUTER_GAP
-            worst = nmse_rows(found[safe], expected[safe]).max(initial=0)
-            assert worst < EXACT, f"layer {i} experts: {worst:.2e}"
-
-    expected = model.forward(tokens)
-    assert np.all(nmse_rows(logits, expected) < np.maximum(EXACT, amplified_rounding(model, tokens, expected, rng)))
+            found, (expected, _) = seen[f"blk.{i}.add"][-2], layer.ffn.forward(h)
+        ffn = nmse_rows(found, expected).max()
+        assert ffn < BLOCK, f"layer {i} feed-forward: {ffn:.2e}"
+    assert nmse_rows(logits, model.forward(tokens)).max() < ROUNDED
 
 
 def layers(n: int) -> dict[str, Any]:

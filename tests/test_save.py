@@ -97,8 +97,11 @@ def test_a_damaged_file_is_refused(
         refused(good[:56] + struct.pack("<Q", 2**63) + good[64:], "CONTEXT_FULL")
         for at in (24, 28, 32, 36, 40, 44, 52):
             refused(good[:at] + struct.pack("<I", 12345) + good[at + 4 :], "UNSUPPORTED", "found 12345")
-        for at in (64, 72, 80):
+        for at in (64, 72):
             refused(good[:at] + struct.pack("<Q", 2**62) + good[at + 8 :], "FORMAT", f"found {2**62}")
+        refused(good[:80] + struct.pack("<I", 12345) + good[84:], "FORMAT", "found 12345")
+        refused(good[:84] + struct.pack("<I", 0) + good[88:], "UNSUPPORTED", "state in float32", "computes in float64")
+        refused(good[:84] + struct.pack("<I", 9) + good[88:], "UNSUPPORTED", "an unknown type")
         with Fails("IO", "No such file"):
             session.load(file.with_name("absent"))
         with Fails("IO", "not a regular file"):

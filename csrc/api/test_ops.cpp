@@ -1,6 +1,6 @@
 // delta_test_op: one op, alone, on a device, between guard rows.
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <deque>
 #include <limits>
 #include <string>
@@ -94,7 +94,7 @@ struct OpTest {
         } else if (op == "latent_append") {
             rec.latent_append(in[0], *w[0], f32(0), 0);
         } else if (op == "mla_attention") {
-            rec.mla_attention(in[0], in[1], AttentionParams{0, i32(0), i32(1), i32(2), f32(3)});
+            rec.mla_attention(in[0], in[1], AttentionParams{0, i32(0), i32(1), i32(2), p[3]});
         } else if (op == "mul_sigmoid") {
             rec.mul_sigmoid(in[0], in[1]);
         } else if (op == "moe_route") {
@@ -129,6 +129,7 @@ struct OpTest {
         layout.latent_width = t.latent_width;
         layout.n_ctx = t.n_ctx;
         layout.cache_type = find_type(t.cache_type);
+        layout.value_type = backend->value_type();
 
         std::vector<int32_t> zeros(static_cast<size_t>(t.n_rows), 0);
         std::vector<SeqRows> seqs;
@@ -140,21 +141,34 @@ struct OpTest {
         step.tokens = {t.tokens != nullptr ? t.tokens : zeros.data(), static_cast<size_t>(t.n_rows)};
         step.seqs = seqs;
         step.output_rows = {t.output_rows, static_cast<size_t>(t.n_output_rows)};
-        step.state = {&layout, static_cast<uint8_t*>(t.recurrent), static_cast<uint8_t*>(t.latent)};
+        if (layout.value_type == ValueType::F64) {
+            run_typed<double>(op, layout, step);
+        } else {
+            run_typed<float>(op, layout, step);
+        }
+    }
+
+    template <class T>
+    void run_typed(const Op& op, const StateLayout& layout, Step& step) {
+        constexpr T kNan = std::numeric_limits<T>::quiet_NaN();
+        const size_t n_state = t.recurrent == nullptr ? 0 : static_cast<size_t>(t.n_slots) * layout.recurrent_bytes() / sizeof(T);
+        std::vector<T> recurrent(t.recurrent, t.recurrent + n_state);
+        step.state = {&layout, reinterpret_cast<uint8_t*>(recurrent.data()), static_cast<uint8_t*>(t.latent)};
 
         // One row more than the step has: what lies behind a matrix must stay NaN.
-        const ArenaPlan plan = plan_arena(graph, t.n_rows + 1, t.n_output_rows + 1);
-        std::vector<float> arena(plan.bytes / sizeof(float), std::numeric_limits<float>::quiet_NaN());
-        const auto at = [&](const Value& v) { return arena.data() + plan.offset[static_cast<size_t>(v.id)] / sizeof(float); };
+        const ArenaPlan plan = plan_arena(graph, layout.value_type, t.n_rows + 1, t.n_output_rows + 1);
+        std::vector<T> arena(plan.bytes / sizeof(T), kNan);
+        const auto at = [&](const Value& v) { return arena.data() + plan.offset[static_cast<size_t>(v.id)] / sizeof(T); };
+        const auto n_values = [&](int i) { return int64_t{t.n_rows} * in[i].cols; };
         for (int i = 0; i < kMaxInputs; ++i) {
             if (t.inputs[i] != nullptr) {
-                std::copy_n(t.inputs[i], int64_t{t.n_rows} * in[i].cols, at(in[i]));
+                std::copy_n(t.inputs[i], n_values(i), at(in[i]));
             }
         }
         const size_t workspace_bytes = backend->workspace_bytes(op, t.n_rows);
-        std::vector<float> workspace(workspace_bytes / sizeof(float) + 65, std::numeric_limits<float>::quiet_NaN());
+        std::vector<T> workspace(workspace_bytes / sizeof(T) + 65, kNan);
         void* aligned = workspace.data();
-        size_t space = workspace.size() * sizeof(float);
+        size_t space = workspace.size() * sizeof(T);
         aligned = std::align(64, workspace_bytes, aligned, space);
         backend->run(graph, plan, step, reinterpret_cast<uint8_t*>(arena.data()), static_cast<uint8_t*>(aligned), RunOptions{});
 
@@ -167,12 +181,13 @@ struct OpTest {
             }
         }
         for (int i = 0; i < kMaxInputs; ++i) {
-            if (t.inputs[i] != nullptr && in[i].id != op.out.id &&
-                std::memcmp(t.inputs[i], at(in[i]), sizeof(float) * static_cast<size_t>(t.n_rows) * static_cast<size_t>(in[i].cols)) != 0) {
+            const auto same = [](double given, T now) { return static_cast<T>(given) == now || (std::isnan(given) && std::isnan(now)); };
+            if (t.inputs[i] != nullptr && in[i].id != op.out.id && !std::equal(t.inputs[i], t.inputs[i] + n_values(i), at(in[i]), same)) {
                 throw Error(DELTA_DEVICE, format("%s changed its input %d", t.op, i));
             }
         }
-        if (has_out) {
+        std::copy_n(recurrent.data(), n_state, t.recurrent);
+        if (op.out.id >= 0) {
             std::copy_n(at(op.out), int64_t{step.n_rows(op.out.rows)} * op.out.cols, t.out);
         }
     }
@@ -198,7 +213,7 @@ extern "C" delta_status delta_test_observe(delta_model* model, delta_test_observ
             model->model->run_options.observer = nullptr;
             return;
         }
-        observer = [fn, user](const delta::Op& op, const float* data, int32_t rows, int32_t cols) {
+        observer = [fn, user](const delta::Op& op, const double* data, int32_t rows, int32_t cols) {
             fn(delta::op_name(op.kind), op.name.c_str(), op.layer, data, rows, cols, user);
         };
         model->model->run_options.observer = &observer;

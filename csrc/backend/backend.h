@@ -21,19 +21,8 @@ struct Buffer {
     size_t bytes = 0;
 };
 
-// One op at run time. Matrices are row-major; `n_rows` is the number of rows of the inputs and the output (for pick_rows: of the
-// output).
-struct OpCall {
-    const Op* op;
-    const Step* step;
-    int32_t n_rows;
-    const float* in[kMaxInputs];
-    float* out;         // bank_push: the bank
-    void* workspace;    // workspace_bytes() of this backend's plan
-};
-
-// Called after every op with its output, [rows, cols]; ops without an output are reported with data null.
-using Observer = std::function<void(const Op& op, const float* data, int32_t rows, int32_t cols)>;
+// Called after every op with its output, [rows, cols], widened if need be; ops without an output are reported with data null.
+using Observer = std::function<void(const Op& op, const double* data, int32_t rows, int32_t cols)>;
 
 struct RunOptions {
     bool poison = false;             // fill every output with NaN before its op
@@ -51,6 +40,8 @@ class Backend {
 
     virtual void describe(delta_device_info& info) const = 0;
     virtual int32_t n_threads() const = 0;
+    // Of everything between ops and of the recurrent state.
+    virtual ValueType value_type() const = 0;
 
     // Committed (every page touched), zeroed. Throws Error(MEMORY) naming `what`.
     virtual std::unique_ptr<Buffer> allocate(size_t bytes, const char* what) = 0;

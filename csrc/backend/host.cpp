@@ -1,9 +1,10 @@
 #include "backend/host.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
+#include <vector>
 
-#include "base/error.h"
 #include "base/mmap.h"
 
 namespace delta {
@@ -17,7 +18,21 @@ struct HostBuffer final : Buffer {
     }
 };
 
-void fill_nan(float* data, size_t n) { std::fill_n(data, n, std::numeric_limits<float>::quiet_NaN()); }
+void fill_nan(void* data, size_t n, ValueType type) {
+    if (type == ValueType::F64) {
+        std::fill_n(static_cast<double*>(data), n, std::numeric_limits<double>::quiet_NaN());
+    } else {
+        std::fill_n(static_cast<float*>(data), n, std::numeric_limits<float>::quiet_NaN());
+    }
+}
+
+// The output of an op as its observer gets it.
+std::vector<double> widened(const void* data, size_t n, ValueType type) {
+    if (type == ValueType::F64) {
+        return {static_cast<const double*>(data), static_cast<const double*>(data) + n};
+    }
+    return {static_cast<const float*>(data), static_cast<const float*>(data) + n};
+}
 
 }  // namespace
 
@@ -38,20 +53,12 @@ size_t HostBackend::bind_weight(Weight& weight) {
     return 0;
 }
 
-void HostBackend::check_op(const Op& op) const {
-    if (table_[static_cast<size_t>(op.kind)] == nullptr) {
-        throw Error(DELTA_UNSUPPORTED, format("op %s (%s, layer %d) is lacking on device %s", op_name(op.kind), op.name.c_str(),
-                                              op.layer, kind_));
-    }
-}
-
 void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& step, uint8_t* arena, uint8_t* workspace,
                       const RunOptions& options) {
-    const auto at = [&](const Value& v) {
-        return v.id < 0 ? nullptr : reinterpret_cast<float*>(arena + plan.offset[static_cast<size_t>(v.id)]);
-    };
+    const ValueType type = value_type();
+    const auto at = [&](const Value& v) -> void* { return v.id < 0 ? nullptr : arena + plan.offset[static_cast<size_t>(v.id)]; };
     if (options.poison) {
-        fill_nan(reinterpret_cast<float*>(arena), plan.bytes / sizeof(float));
+        fill_nan(arena, plan.bytes / value_bytes(type), type);
     }
     for (const Op& op : graph.ops) {
         OpCall call;
@@ -64,14 +71,16 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
         }
         call.out = at(op.out);
         call.workspace = workspace;
+        const size_t n_out = static_cast<size_t>(call.n_rows) * static_cast<size_t>(op.out.cols);
         if (options.poison && op.out.id >= 0 && op.kind != OpKind::BankPush) {
-            fill_nan(call.out, static_cast<size_t>(call.n_rows) * static_cast<size_t>(op.out.cols));
+            fill_nan(call.out, n_out, type);
         }
         if (call.n_rows > 0) {
-            table_[static_cast<size_t>(op.kind)](*this, call);
+            run_op(call);
         }
         if (options.observer != nullptr) {
-            (*options.observer)(op, call.out, call.n_rows, op.out.cols);
+            const std::vector<double> out = call.out == nullptr ? std::vector<double>{} : widened(call.out, n_out, type);
+            (*options.observer)(op, call.out == nullptr ? nullptr : out.data(), call.n_rows, op.out.cols);
         }
     }
 }

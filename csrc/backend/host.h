@@ -1,11 +1,59 @@
-// What backends in host memory share: allocation and the loop over the ops. A subclass fills the table of functions.
+// What backends in host memory share: allocation and the loop over the ops. A subclass runs single ops.
 #pragma once
-
-#include <array>
 
 #include "backend/backend.h"
 
 namespace delta {
+
+// One op at run time. Matrices are row-major, of the device's value type; `n_rows` is the number of rows of the inputs and the output
+// (for pick_rows: of the output).
+struct OpCall {
+    const Op* op;
+    const Step* step;
+    int32_t n_rows;
+    const void* in[kMaxInputs];
+    void* out;          // bank_push: the bank
+    void* workspace;    // workspace_bytes() of this backend's plan
+};
+
+// The same with the value type known.
+template <class T>
+struct TypedCall {
+    const Op* op;
+    const Step* step;
+    int32_t n_rows;
+    const T* in[kMaxInputs];
+    T* out;
+    void* workspace;
+
+    explicit TypedCall(const OpCall& c) : op(c.op), step(c.step), n_rows(c.n_rows), out(static_cast<T*>(c.out)), workspace(c.workspace) {
+        for (int i = 0; i < kMaxInputs; ++i) {
+            in[i] = static_cast<const T*>(c.in[i]);
+        }
+    }
+};
+using FloatCall = TypedCall<float>;
+using WideCall = TypedCall<double>;
+
+// Takes arrays from a workspace, or, made without one, adds up what would be taken: an op describes its scratch once, for the plan
+// and for the run.
+class Workspace {
+   public:
+    explicit Workspace(void* data = nullptr) : data_(static_cast<uint8_t*>(data)) {}
+
+    template <class T>
+    T* take(size_t n) {
+        constexpr size_t kAlign = 64;
+        T* array = data_ == nullptr ? nullptr : reinterpret_cast<T*>(data_ + used_);
+        used_ += (n * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+        return array;
+    }
+    size_t used() const { return used_; }
+
+   private:
+    uint8_t* data_;
+    size_t used_ = 0;
+};
 
 class HostBackend : public Backend {
    public:
@@ -14,15 +62,13 @@ class HostBackend : public Backend {
     void copy(uint8_t* dst, const uint8_t* src, size_t bytes) override;
     void zero(uint8_t* dst, size_t bytes) override;
     size_t bind_weight(Weight& weight) override;
-    void check_op(const Op& op) const override;
+    void check_op(const Op&) const override {}
     size_t workspace_bytes(const Op&, int32_t) const override { return 0; }
     void run(const Graph& graph, const ArenaPlan& plan, const Step& step, uint8_t* arena, uint8_t* workspace,
-             const RunOptions& options) override;
+             const RunOptions& options) final;
 
    protected:
-    using OpFn = void (*)(HostBackend& self, const OpCall& call);
-    std::array<OpFn, static_cast<size_t>(OpKind::Count)> table_{};  // null: the op is lacking
-    const char* kind_ = "";
+    virtual void run_op(const OpCall& call) = 0;  // at least one row
 };
 
 }  // namespace delta

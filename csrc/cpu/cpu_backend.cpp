@@ -1,9 +1,11 @@
 #include "cpu/cpu_backend.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "base/error.h"
 #include "cpu/ops.h"
+#include "ref/ref_ops.h"
 
 namespace delta {
 namespace {
@@ -37,27 +39,48 @@ CpuType cpu_type(const TypeInfo& type) {
 }
 
 CpuBackend::CpuBackend(const BackendOptions& options)
-    : pool(options.n_threads), kernels(choose_kernels()), activations(options.activations) {
-    kind_ = "cpu";
-    const auto at = [this](OpKind kind) -> OpFn& { return table_[static_cast<size_t>(kind)]; };
-    at(OpKind::Embed) = cpu_embed;
-    at(OpKind::RmsNorm) = cpu_rms_norm;
-    at(OpKind::Add) = cpu_add;
-    at(OpKind::Linear) = cpu_linear;
-    at(OpKind::HeadLinear) = cpu_linear;
-    at(OpKind::Glu) = cpu_glu;
-    at(OpKind::ShortConv) = cpu_short_conv;
-    at(OpKind::KdaGate) = cpu_kda_gate;
-    at(OpKind::KdaScan) = cpu_kda_scan;
-    at(OpKind::GatedNorm) = cpu_gated_norm;
-    at(OpKind::LatentAppend) = cpu_latent_append;
-    at(OpKind::MlaAttention) = cpu_mla_attention;
-    at(OpKind::MulSigmoid) = cpu_mul_sigmoid;
-    at(OpKind::MoeRoute) = cpu_moe_route;
-    at(OpKind::MoeExperts) = cpu_moe_experts;
-    at(OpKind::BankPush) = cpu_bank_push;
-    at(OpKind::BankMix) = cpu_bank_mix;
-    at(OpKind::PickRows) = cpu_pick_rows;
+    : pool(options.n_threads), kernels(choose_kernels()), activations(options.activations) {}
+
+void CpuBackend::run_op(const OpCall& call) {
+    if (exact()) {
+        run_exactly(call);
+        return;
+    }
+    const FloatCall c(call);
+    switch (call.op->kind) {
+        case OpKind::Embed: return cpu_embed(*this, c);
+        case OpKind::RmsNorm: return cpu_rms_norm(*this, c);
+        case OpKind::Add: return cpu_add(*this, c);
+        case OpKind::Linear:
+        case OpKind::HeadLinear: return cpu_linear(*this, c);
+        case OpKind::Glu: return cpu_glu(*this, c);
+        case OpKind::ShortConv: return cpu_short_conv(*this, c);
+        case OpKind::KdaGate: return cpu_kda_gate(*this, c);
+        case OpKind::KdaScan: return cpu_kda_scan(*this, c);
+        case OpKind::GatedNorm: return cpu_gated_norm(*this, c);
+        case OpKind::LatentAppend: return cpu_latent_append(*this, c);
+        case OpKind::MlaAttention: return cpu_mla_attention(*this, c);
+        case OpKind::MulSigmoid: return cpu_mul_sigmoid(*this, c);
+        case OpKind::MoeRoute: return cpu_moe_route(*this, c);
+        case OpKind::MoeExperts: return cpu_moe_experts(*this, c);
+        case OpKind::BankPush: return cpu_bank_push(*this, c);
+        case OpKind::BankMix: return cpu_bank_mix(*this, c);
+        case OpKind::PickRows: return cpu_pick_rows(*this, c);
+        case OpKind::Count: return;
+    }
+}
+
+void CpuBackend::run_exactly(const OpCall& call) {
+    const Op& op = *call.op;
+    const RefOp& definition = ref_op(op.kind);
+    const WideCall c(call);
+    const int64_t n_items = definition.n_items(c);
+    const size_t scratch_bytes = ref_scratch_bytes(op);
+    // About an exponential for every value read.
+    const int64_t cost = int64_t{16} * c.n_rows * std::max(op.in[0].cols, op.out.cols) / std::max<int64_t>(n_items, 1);
+    parallel(n_items, cost, [&](int64_t begin, int64_t end, int32_t thread) {
+        definition.run(c, kernels.wide_dot, begin, end, static_cast<uint8_t*>(call.workspace) + static_cast<size_t>(thread) * scratch_bytes);
+    });
 }
 
 void CpuBackend::describe(delta_device_info& info) const {
@@ -69,15 +92,14 @@ void CpuBackend::describe(delta_device_info& info) const {
 
 CpuInput CpuBackend::input_kind(const Weight& w) const {
     const CpuType type = cpu_type(*w.type);
-    if (activations == DELTA_EXACT) {
-        return kInputExact;
-    }
     const CpuInput wish = activations == DELTA_FINE ? kInputI16 : kInputI8;
     return type != kCpuTypes && kernels.dot[wish][type] != nullptr ? wish : kInputF32;
 }
 
 void CpuBackend::check_op(const Op& op) const {
-    HostBackend::check_op(op);
+    if (exact()) {
+        return;  // the definitions decode any type
+    }
     // Matrices may be anything there is a kernel for; vectors are read as they are.
     const bool product = op.kind == OpKind::Linear || op.kind == OpKind::HeadLinear || op.kind == OpKind::MoeExperts;
     for (const Weight* w : op.w) {
@@ -94,6 +116,9 @@ void CpuBackend::check_op(const Op& op) const {
 }
 
 size_t CpuBackend::workspace_bytes(const Op& op, int32_t n_batch) const {
+    if (exact()) {
+        return ref_scratch_bytes(op) * static_cast<size_t>(n_threads());
+    }
     switch (op.kind) {
         case OpKind::Linear:
         case OpKind::HeadLinear: return cpu_linear_workspace(*this, op, n_batch);

@@ -14,9 +14,12 @@ class CpuBackend final : public HostBackend {
 
     void describe(delta_device_info& info) const override;
     int32_t n_threads() const override { return pool.n_threads(); }
+    ValueType value_type() const override { return exact() ? ValueType::F64 : ValueType::F32; }
     void check_op(const Op& op) const override;
     size_t workspace_bytes(const Op& op, int32_t n_batch) const override;
 
+    // Whether ops follow their definition in float64, only with several threads and faster sums.
+    bool exact() const { return activations == DELTA_EXACT; }
     // How the input of a product with `w` is given to the kernels: rounded only if the weights are integers and the activation
     // policy allows it.
     CpuInput input_kind(const Weight& w) const;
@@ -33,29 +36,15 @@ class CpuBackend final : public HostBackend {
     ThreadPool pool;
     CpuKernels kernels;
     delta_activations activations;
+
+   protected:
+    void run_op(const OpCall& call) override;
+
+   private:
+    void run_exactly(const OpCall& call);
 };
 
 // The kernels' number of a tensor type; kCpuTypes if there are none for it.
 CpuType cpu_type(const TypeInfo& type);
-
-// Takes arrays from a workspace, or, made without one, adds up what would be taken: an op describes its scratch once, for the plan
-// and for the run.
-class Workspace {
-   public:
-    explicit Workspace(void* data = nullptr) : data_(static_cast<uint8_t*>(data)) {}
-
-    template <class T>
-    T* take(size_t n) {
-        constexpr size_t kAlign = 64;
-        T* array = data_ == nullptr ? nullptr : reinterpret_cast<T*>(data_ + used_);
-        used_ += (n * sizeof(T) + kAlign - 1) / kAlign * kAlign;
-        return array;
-    }
-    size_t used() const { return used_; }
-
-   private:
-    uint8_t* data_;
-    size_t used_ = 0;
-};
 
 }  // namespace delta

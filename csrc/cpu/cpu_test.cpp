@@ -12,7 +12,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuInputs} * int{kCpuTypes} + kCpuTypes + kCpuInputs + 17));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuInputs} * int{kCpuTypes} + kCpuTypes + kCpuInputs + 16));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;
@@ -50,15 +50,15 @@ CpuType type_of(const delta_test_kernel_call& c) {
 }
 
 // inputs: q, k, g [n, stride], v [n, n_v], beta [n]; outputs: o [n, n_v], state [n_v, d]; sizes: tokens, d, n_v.
-// kda_prepare: outputs: q, k, decay [n, d].
+// kda_prepare: outputs: q, k, decay [n, d], kq [n].
 void call_kda(const CpuKernels& k, const std::string& name, const delta_test_kernel_call& c) {
     const auto n = static_cast<int32_t>(c.sizes[0]);
     const auto d = static_cast<int32_t>(c.sizes[1]);
     const auto n_v = static_cast<int32_t>(c.sizes[2]);
     const int32_t pad = pad_to_lanes(d);
     const auto size = static_cast<size_t>(n) * static_cast<size_t>(pad);
-    std::vector<float> q(size), key(size), decay(size), scratch(static_cast<size_t>(kda_scratch_floats(d, n_v)), __builtin_nanf(""));
-    const KdaRows rows{q.data(), key.data(), decay.data()};
+    std::vector<float> q(size), key(size), decay(size), kq(static_cast<size_t>(n));
+    const KdaRows rows{q.data(), key.data(), decay.data(), kq.data()};
     k.kda_prepare(static_cast<const float*>(c.inputs[0]), static_cast<const float*>(c.inputs[1]), static_cast<const float*>(c.inputs[2]), d, n, d,
                   rows);
     if (name == "kda_prepare") {
@@ -68,6 +68,7 @@ void call_kda(const CpuKernels& k, const std::string& name, const delta_test_ker
                 std::memcpy(static_cast<float*>(c.outputs[i]) + int64_t{t} * d, from + int64_t{t} * pad, static_cast<size_t>(d) * sizeof(float));
             }
         }
+        std::memcpy(c.outputs[3], rows.kq, kq.size() * sizeof(float));
         return;
     }
     KdaCall call;
@@ -81,8 +82,7 @@ void call_kda(const CpuKernels& k, const std::string& name, const delta_test_ker
     call.d = d;
     call.pad = pad;
     call.rows = rows;
-    call.scratch = scratch.data();
-    (name == "kda_step" ? k.kda_step : name == "kda_exact" ? k.kda_exact : k.kda_chunk)(call);
+    k.kda_scan(call);
 }
 
 // inputs: keys [n_keys, pad], queries [n_heads, pad]; outputs: y [n_heads, pad], best [n_heads], sum [n_heads], read and written;
@@ -127,7 +127,9 @@ void call_row(const CpuKernels& k, const std::string& name, const delta_test_ker
     for (int64_t i = 0; i < c.sizes[1]; ++i) {
         rows.push_back(a + i * n);
     }
-    if (name == "widen") {
+    if (name == "wide_dot") {
+        *static_cast<double*>(c.outputs[0]) = k.wide_dot(static_cast<const double*>(c.inputs[0]), static_cast<const double*>(c.inputs[1]), n);
+    } else if (name == "widen") {
         present(k.widen[type_of(c)], c)(static_cast<const uint8_t*>(c.inputs[0]), y, n);
     } else if (name == "quantize") {
         present(c.input < kCpuInputs ? k.quantize[c.input] : nullptr, c)(a, n, c.outputs[0], static_cast<float*>(c.outputs[1]));
@@ -168,8 +170,8 @@ extern "C" const char* delta_test_isas(void) {
 }
 
 extern "C" const char* delta_test_kernels(void) {
-    return "dot widen quantize add mul_sigmoid sigmoid silu_mul situ_mul rms_norm gated_norm rms_dot weighted_sum conv gate_softplus "
-           "gate_bounded kda_prepare kda_exact kda_step kda_chunk attend";
+    return "dot wide_dot widen quantize add mul_sigmoid sigmoid silu_mul situ_mul rms_norm gated_norm rms_dot weighted_sum conv gate_softplus "
+           "gate_bounded kda_prepare kda_scan attend";
 }
 
 extern "C" delta_status delta_test_kernel(const delta_test_kernel_call* call) {

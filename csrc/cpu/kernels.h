@@ -14,15 +14,14 @@ enum CpuType { kF32, kF16, kBF16, kQ8_0, kMXFP4, kCpuTypes };
 
 // Encodings of the other factor of a product.
 //   kInputF32   n floats
-//   kInputExact n floats, products summed in float64: a result is off by one rounding
 //   kInputI16   n int16, then n / 32 float scales: value = scales[i / 32] * q[i]
 //   kInputI8    n int8, then the scales
-enum CpuInput { kInputF32, kInputExact, kInputI16, kInputI8, kCpuInputs };
+enum CpuInput { kInputF32, kInputI16, kInputI8, kCpuInputs };
 static constexpr bool rounds_input(CpuInput kind) { return kind >= kInputI16; }
 
 constexpr int32_t kInputBlock = 32;   // values that share a scale
 constexpr int32_t kMaxDotRows = 16;   // inputs per call of a DotFn
-constexpr int32_t kKdaChunk = 16;     // tokens per call of kda_chunk
+constexpr int32_t kKdaChunk = 16;     // tokens per call of kda_scan
 constexpr int32_t kKeyBlock = 32;     // cached positions per call of attend
 
 // out[j][i] = <w_i, x_j> for n_w encoded rows, w_stride bytes apart, and n_x <= kMaxDotRows inputs of n columns. Every value is
@@ -35,6 +34,7 @@ struct KdaRows {
     float* q;      // [n, pad] normalised, times 1 / sqrt(d)
     float* k;      // [n, pad] normalised
     float* decay;  // [n, pad] exp(g)
+    float* kq;     // [n] <k, q>
 };
 
 // What one head does with a range of its state's rows. `state`, `v` and `o` point at the first row of the range.
@@ -44,20 +44,16 @@ struct KdaCall {
     float* o;            // [n, v_stride]
     const float* beta;   // [n] after the sigmoid
     int64_t v_stride;
-    int32_t n;           // tokens; at most kKdaChunk for kda_chunk
+    int32_t n;           // tokens
     int32_t n_v;
     int32_t d;
-    int32_t pad;         // kda_pad(d)
+    int32_t pad;         // pad_to_lanes(d)
     KdaRows rows;
-    float* scratch;      // kda_chunk, kda_exact: kda_scratch_floats(d, n_v)
 };
 
 // Widest vectors are 16 lanes, so that one padding serves every ISA.
 constexpr int32_t kPad = 16;
 static constexpr int32_t pad_to_lanes(int32_t n) { return (n + kPad - 1) / kPad * kPad; }
-static constexpr int64_t kda_scratch_floats(int32_t d, int32_t n_v) {
-    return int64_t{kKdaChunk} * (3 * pad_to_lanes(d) + 2 * pad_to_lanes(n_v)) + pad_to_lanes(d) + 2 * kKdaChunk * kKdaChunk;
-}
 
 // A block of cached rows met by the queries of several heads; online softmax. `best` starts at -infinity, `sum` and `y` at 0.
 struct AttendCall {
@@ -79,6 +75,7 @@ struct CpuKernels {
     int32_t width;  // float lanes
 
     DotFn dot[kCpuInputs][kCpuTypes];                                                       // null: no such product
+    double (*wide_dot)(const double* w, const double* x, int64_t n);                        // <w, x>
     void (*widen[kCpuTypes])(const uint8_t* src, float* dst, int64_t n);                    // n: whole blocks
     // Rounds n values, whole blocks of kInputBlock; null for the float inputs. NaN and infinity make the scale of their block NaN.
     void (*quantize[kCpuInputs])(const float* x, int64_t n, void* q, float* scales);
@@ -101,9 +98,7 @@ struct CpuKernels {
     void (*gate_bounded)(const float* f, const float* dt, float a, float lower_bound, int64_t n, float* g);
 
     void (*kda_prepare)(const float* q, const float* k, const float* g, int64_t stride, int32_t n, int32_t d, const KdaRows& rows);
-    void (*kda_exact)(const KdaCall& call);   // token by token, float64 within the call
-    void (*kda_step)(const KdaCall& call);    // token by token
-    void (*kda_chunk)(const KdaCall& call);   // all tokens at once
+    void (*kda_scan)(const KdaCall& call);
     void (*attend)(const AttendCall& call);
 };
 

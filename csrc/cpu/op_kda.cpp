@@ -9,7 +9,6 @@ namespace delta {
 namespace {
 
 constexpr int64_t kChannels = 256;     // of one item of short_conv
-constexpr int32_t kChunkFrom = 4;      // fewer tokens than this are scanned one by one
 
 struct ConvScratch {
     float* w;              // [taps, kChannels] transposed
@@ -29,8 +28,7 @@ size_t conv_scratch_bytes(const Op& op) {
 
 }  // namespace
 
-void cpu_short_conv(HostBackend& host, const OpCall& c) {
-    auto& self = static_cast<CpuBackend&>(host);
+void cpu_short_conv(CpuBackend& self, const FloatCall& c) {
     const ConvParams& p = c.op->get<ConvParams>();
     const int64_t channels = c.op->w[0]->rows;
     const int64_t taps = c.op->w[0]->cols;
@@ -49,7 +47,7 @@ void cpu_short_conv(HostBackend& host, const OpCall& c) {
                 }
             }
             for (const SeqRows& seq : c.step->seqs) {
-                float* state = c.step->state.conv(seq.slot, p.kda, p.stream) + first;  // rows `channels` floats apart
+                float* state = c.step->state.conv<float>(seq.slot, p.kda, p.stream) + first;  // rows `channels` floats apart
                 // Row t of the sequence; negative rows are in the state.
                 const auto row = [&](int64_t t) {
                     return t >= 0 ? c.in[0] + (seq.first_row + t) * channels + first : state + (taps - 1 + t) * channels;
@@ -73,8 +71,7 @@ size_t cpu_short_conv_workspace(const CpuBackend& self, const Op& op) {
     return conv_scratch_bytes(op) * static_cast<size_t>(self.n_threads());
 }
 
-void cpu_kda_gate(HostBackend& host, const OpCall& c) {
-    auto& self = static_cast<CpuBackend&>(host);
+void cpu_kda_gate(CpuBackend& self, const FloatCall& c) {
     const GateParams& p = c.op->get<GateParams>();
     const int64_t n_head = c.op->w[0]->cols;
     const int64_t d = c.op->out.cols / n_head;
@@ -96,16 +93,14 @@ namespace {
 
 struct ScanScratch {
     KdaRows rows;
-    float* beta;     // [kKdaChunk]
-    float* scratch;
+    float* beta;  // [kKdaChunk]
 };
 
 ScanScratch scan_scratch(Workspace& space, int32_t d) {
     const auto rows = static_cast<size_t>(kKdaChunk * pad_to_lanes(d));
     ScanScratch s;
-    s.rows = {space.take<float>(rows), space.take<float>(rows), space.take<float>(rows)};
+    s.rows = {space.take<float>(rows), space.take<float>(rows), space.take<float>(rows), space.take<float>(kKdaChunk)};
     s.beta = space.take<float>(kKdaChunk);
-    s.scratch = space.take<float>(static_cast<size_t>(kda_scratch_floats(d, d)));
     return s;
 }
 
@@ -119,8 +114,7 @@ size_t scan_scratch_bytes(const Op& op) {
 
 }  // namespace
 
-void cpu_kda_scan(HostBackend& host, const OpCall& c) {
-    auto& self = static_cast<CpuBackend&>(host);
+void cpu_kda_scan(CpuBackend& self, const FloatCall& c) {
     const int32_t n_head = c.op->in[4].cols;
     const int32_t d = head_dim(*c.op);
     const int64_t inner = c.op->in[0].cols;
@@ -141,17 +135,13 @@ void cpu_kda_scan(HostBackend& host, const OpCall& c) {
             const int64_t h = item / parts % n_head;
             const int64_t first_v = item % parts * n_v;
             KdaCall call;
-            call.state = c.step->state.scan(seq.slot, c.op->get<ScanParams>().kda) + (h * d + first_v) * d;
+            call.state = c.step->state.scan<float>(seq.slot, c.op->get<ScanParams>().kda) + (h * d + first_v) * d;
             call.beta = s.beta;
             call.v_stride = inner;
             call.n_v = static_cast<int32_t>(std::min<int64_t>(n_v, d - first_v));
             call.d = d;
             call.pad = pad_to_lanes(d);
             call.rows = s.rows;
-            call.scratch = s.scratch;
-            const auto scan = self.activations == DELTA_EXACT ? self.kernels.kda_exact
-                              : seq.n_rows < kChunkFrom       ? self.kernels.kda_step
-                                                              : self.kernels.kda_chunk;
             for (int32_t t = 0; t < seq.n_rows; t += kKdaChunk) {
                 const int64_t row = seq.first_row + t;
                 const int64_t at = row * inner + h * d;
@@ -162,7 +152,7 @@ void cpu_kda_scan(HostBackend& host, const OpCall& c) {
                 for (int32_t i = 0; i < call.n; ++i) {
                     s.beta[i] = static_cast<float>(1.0 / (1.0 + std::exp(-double{c.in[4][(row + i) * n_head + h]})));
                 }
-                scan(call);
+                self.kernels.kda_scan(call);
             }
         }
     });

@@ -46,8 +46,7 @@ Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_r
     return {kind, buffer, row_bytes};
 }
 
-void cpu_linear(HostBackend& host, const OpCall& c) {
-    auto& self = static_cast<CpuBackend&>(host);
+void cpu_linear(CpuBackend& self, const FloatCall& c) {
     const LinearCall call(*c.op);
     const Weight& w = call.w;
     const Inputs x = round_inputs(self, self.input_kind(w), c.in[0], c.n_rows * w.mats, call.stride, w.cols,

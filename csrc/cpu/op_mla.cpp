@@ -23,8 +23,7 @@ const SeqRows& sequence_of(const Step& step, int64_t row) {
 
 }  // namespace
 
-void cpu_latent_append(HostBackend& host, const OpCall& c) {
-    auto& self = static_cast<CpuBackend&>(host);
+void cpu_latent_append(CpuBackend& self, const FloatCall& c) {
     const NormParams& p = c.op->get<NormParams>();
     const StateLayout& layout = *c.step->state.layout;
     const int64_t latent = c.op->w[0]->cols;
@@ -78,8 +77,7 @@ size_t attend_scratch_bytes(const Op& op) {
 
 }  // namespace
 
-void cpu_mla_attention(HostBackend& host, const OpCall& c) {
-    auto& self = static_cast<CpuBackend&>(host);
+void cpu_mla_attention(CpuBackend& self, const FloatCall& c) {
     const AttentionParams& p = c.op->get<AttentionParams>();
     const StateLayout& layout = *c.step->state.layout;
     const auto widen = self.kernels.widen[cpu_type(*layout.cache_type)];
@@ -101,7 +99,7 @@ void cpu_mla_attention(HostBackend& host, const OpCall& c) {
         for (int64_t item = begin; item < end; ++item) {
             const int64_t row = item / n_groups;
             const int64_t first = item % n_groups * group;
-            AttendCall call{s.keys, s.queries, s.y, s.best, s.sum, s.scores, 0, 0, p.latent, pad, p.scale};
+            AttendCall call{s.keys, s.queries, s.y, s.best, s.sum, s.scores, 0, 0, p.latent, pad, static_cast<float>(p.scale)};
             call.n_heads = static_cast<int32_t>(std::min<int64_t>(group, p.n_head - first));
             for (int32_t i = 0; i < call.n_heads; ++i) {
                 float* query = s.queries + int64_t{i} * pad;

@@ -29,8 +29,7 @@ size_t route_scratch_bytes(const Op& op) {
 
 }  // namespace
 
-void cpu_moe_route(HostBackend& host, const OpCall& c) {
-    auto& self = static_cast<CpuBackend&>(host);
+void cpu_moe_route(CpuBackend& self, const FloatCall& c) {
     const RouteParams& p = c.op->get<RouteParams>();
     const int64_t n_expert = c.op->in[0].cols;
     const float* bias = c.op->w[0] != nullptr ? reinterpret_cast<const float*>(c.op->w[0]->data) : nullptr;
@@ -145,7 +144,7 @@ struct Experts {
 };
 
 // Sorts the places by expert; returns the number of experts in use.
-int32_t group_by_expert(const OpCall& c, const Experts& x, const ExpertScratch& s) {
+int32_t group_by_expert(const FloatCall& c, const Experts& x, const ExpertScratch& s) {
     const int32_t n_used = x.params.n_used;
     const auto n_expert = static_cast<int32_t>(x.gate.mats);
     const auto expert = [&](int32_t row, int32_t i) { return static_cast<int32_t>(c.in[1][int64_t{row} * 2 * n_used + i]); };
@@ -175,8 +174,7 @@ int32_t group_by_expert(const OpCall& c, const Experts& x, const ExpertScratch& 
 
 }  // namespace
 
-void cpu_moe_experts(HostBackend& host, const OpCall& c) {
-    auto& self = static_cast<CpuBackend&>(host);
+void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
     const CpuKernels& k = self.kernels;
     const Experts x(self, *c.op);
     const int32_t n_used = x.params.n_used;

@@ -11,23 +11,21 @@ namespace {
 constexpr int64_t kStretch = 1024;  // values of one item of an elementwise op
 constexpr int64_t kSlow = 16;       // an exponential, in multiplications
 
-CpuBackend& cpu(HostBackend& host) { return static_cast<CpuBackend&>(host); }
-
 const float* vector(const Weight& w) { return reinterpret_cast<const float*>(w.data); }
 
 // f(first, n) over stretches of the whole output.
 template <class F>
-void elementwise(HostBackend& host, const OpCall& c, int64_t cost, const F& f) {
+void elementwise(CpuBackend& self, const FloatCall& c, int64_t cost, const F& f) {
     const int64_t n = int64_t{c.n_rows} * c.op->out.cols;
-    cpu(host).parallel((n + kStretch - 1) / kStretch, kStretch * cost, [&](int64_t begin, int64_t end, int32_t) {
+    self.parallel((n + kStretch - 1) / kStretch, kStretch * cost, [&](int64_t begin, int64_t end, int32_t) {
         const int64_t first = begin * kStretch;
         f(first, std::min(end * kStretch, n) - first);
     });
 }
 
 template <class F>
-void each_row(HostBackend& host, int64_t n_rows, int64_t cost, const F& f) {
-    cpu(host).parallel(n_rows, cost, [&](int64_t begin, int64_t end, int32_t) {
+void each_row(CpuBackend& self, int64_t n_rows, int64_t cost, const F& f) {
+    self.parallel(n_rows, cost, [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t r = begin; r < end; ++r) {
             f(r);
         }
@@ -36,40 +34,40 @@ void each_row(HostBackend& host, int64_t n_rows, int64_t cost, const F& f) {
 
 }  // namespace
 
-void cpu_embed(HostBackend& host, const OpCall& c) {
+void cpu_embed(CpuBackend& self, const FloatCall& c) {
     const Weight& w = *c.op->w[0];
-    const auto widen = cpu(host).kernels.widen[cpu_type(*w.type)];
-    each_row(host, c.n_rows, w.cols, [&](int64_t r) { widen(w.row(0, c.step->tokens[static_cast<size_t>(r)]), c.out + r * w.cols, w.cols); });
+    const auto widen = self.kernels.widen[cpu_type(*w.type)];
+    each_row(self, c.n_rows, w.cols, [&](int64_t r) { widen(w.row(0, c.step->tokens[static_cast<size_t>(r)]), c.out + r * w.cols, w.cols); });
 }
 
-void cpu_rms_norm(HostBackend& host, const OpCall& c) {
+void cpu_rms_norm(CpuBackend& self, const FloatCall& c) {
     const int64_t n = c.op->out.cols;
     const float eps = c.op->get<NormParams>().eps;
-    each_row(host, c.n_rows, 2 * n, [&](int64_t r) {
-        cpu(host).kernels.rms_norm(c.in[0] + r * n, vector(*c.op->w[0]), n, eps, c.out + r * n);
+    each_row(self, c.n_rows, 2 * n, [&](int64_t r) {
+        self.kernels.rms_norm(c.in[0] + r * n, vector(*c.op->w[0]), n, eps, c.out + r * n);
     });
 }
 
-void cpu_gated_norm(HostBackend& host, const OpCall& c) {
+void cpu_gated_norm(CpuBackend& self, const FloatCall& c) {
     const int64_t n = c.op->w[0]->cols;
     const float eps = c.op->get<NormParams>().eps;
-    each_row(host, c.n_rows * (c.op->out.cols / n), kSlow * n, [&](int64_t i) {
-        cpu(host).kernels.gated_norm(c.in[0] + i * n, c.in[1] + i * n, vector(*c.op->w[0]), n, eps, c.out + i * n);
+    each_row(self, c.n_rows * (c.op->out.cols / n), kSlow * n, [&](int64_t i) {
+        self.kernels.gated_norm(c.in[0] + i * n, c.in[1] + i * n, vector(*c.op->w[0]), n, eps, c.out + i * n);
     });
 }
 
-void cpu_add(HostBackend& host, const OpCall& c) {
-    elementwise(host, c, 1, [&](int64_t i, int64_t n) { cpu(host).kernels.add(c.in[0] + i, c.in[1] + i, n, c.out + i); });
+void cpu_add(CpuBackend& self, const FloatCall& c) {
+    elementwise(self, c, 1, [&](int64_t i, int64_t n) { self.kernels.add(c.in[0] + i, c.in[1] + i, n, c.out + i); });
 }
 
-void cpu_mul_sigmoid(HostBackend& host, const OpCall& c) {
-    elementwise(host, c, kSlow, [&](int64_t i, int64_t n) { cpu(host).kernels.mul_sigmoid(c.in[0] + i, c.in[1] + i, n, c.out + i); });
+void cpu_mul_sigmoid(CpuBackend& self, const FloatCall& c) {
+    elementwise(self, c, kSlow, [&](int64_t i, int64_t n) { self.kernels.mul_sigmoid(c.in[0] + i, c.in[1] + i, n, c.out + i); });
 }
 
-void cpu_glu(HostBackend& host, const OpCall& c) {
-    const CpuKernels& k = cpu(host).kernels;
+void cpu_glu(CpuBackend& self, const FloatCall& c) {
+    const CpuKernels& k = self.kernels;
     const Activation& a = c.op->get<Activation>();
-    elementwise(host, c, 4 * kSlow, [&](int64_t i, int64_t n) {
+    elementwise(self, c, 4 * kSlow, [&](int64_t i, int64_t n) {
         if (a.kind == Activation::Silu) {
             k.silu_mul(c.in[0] + i, c.in[1] + i, n, c.out + i);
         } else {
@@ -78,11 +76,11 @@ void cpu_glu(HostBackend& host, const OpCall& c) {
     });
 }
 
-void cpu_bank_push(HostBackend& host, const OpCall& c) {
+void cpu_bank_push(CpuBackend& self, const FloatCall& c) {
     const int64_t n = c.op->in[0].cols;
     const int64_t width = c.op->out.cols;
     const int64_t at = c.op->get<BankParams>().slot * n;
-    each_row(host, c.n_rows, n, [&](int64_t r) {
+    each_row(self, c.n_rows, n, [&](int64_t r) {
         std::memcpy(c.out + r * width + at, c.in[0] + r * n, static_cast<size_t>(n) * sizeof(float));
     });
 }
@@ -110,13 +108,13 @@ MixScratch mix_scratch(void* workspace, int32_t thread, int32_t n_entries) {
 
 }  // namespace
 
-void cpu_bank_mix(HostBackend& host, const OpCall& c) {
-    const CpuKernels& k = cpu(host).kernels;
+void cpu_bank_mix(CpuBackend& self, const FloatCall& c) {
+    const CpuKernels& k = self.kernels;
     const BankParams& p = c.op->get<BankParams>();
     const int64_t n = c.op->out.cols;
     const int64_t width = c.op->in[0].cols;
     const int32_t n_entries = p.n_slots + 1;
-    cpu(host).parallel(c.n_rows, 3 * n * n_entries, [&](int64_t begin, int64_t end, int32_t thread) {
+    self.parallel(c.n_rows, 3 * n * n_entries, [&](int64_t begin, int64_t end, int32_t thread) {
         const MixScratch s = mix_scratch(c.workspace, thread, n_entries);
         for (int64_t r = begin; r < end; ++r) {
             double best = -INFINITY;
@@ -144,9 +142,9 @@ size_t cpu_bank_mix_workspace(const CpuBackend& self, const Op& op) {
     return space.used() * static_cast<size_t>(self.n_threads());
 }
 
-void cpu_pick_rows(HostBackend& host, const OpCall& c) {
+void cpu_pick_rows(CpuBackend& self, const FloatCall& c) {
     const int64_t n = c.op->out.cols;
-    each_row(host, c.n_rows, n, [&](int64_t r) {
+    each_row(self, c.n_rows, n, [&](int64_t r) {
         std::memcpy(c.out + r * n, c.in[0] + c.step->output_rows[static_cast<size_t>(r)] * n, static_cast<size_t>(n) * sizeof(float));
     });
 }

@@ -16,7 +16,7 @@ struct Life {
 
 }  // namespace
 
-ArenaPlan plan_arena(const Graph& graph, int32_t n_batch, int32_t n_outputs) {
+ArenaPlan plan_arena(const Graph& graph, ValueType type, int32_t n_batch, int32_t n_outputs) {
     std::vector<Life> life(graph.values.size());
     const auto touch = [&](const Value& v, int32_t op) {
         if (v.id >= 0) {
@@ -35,7 +35,7 @@ ArenaPlan plan_arena(const Graph& graph, int32_t n_batch, int32_t n_outputs) {
 
     for (const Value& v : graph.values) {
         const auto rows = static_cast<size_t>(v.rows == RowKind::Tokens ? n_batch : n_outputs);
-        life[static_cast<size_t>(v.id)].bytes = (rows * static_cast<size_t>(v.cols) * sizeof(float) + kAlign - 1) / kAlign * kAlign;
+        life[static_cast<size_t>(v.id)].bytes = (rows * static_cast<size_t>(v.cols) * value_bytes(type) + kAlign - 1) / kAlign * kAlign;
     }
 
     // Largest first, each at the lowest offset that is free during its whole life: few values are wide, and the narrow ones fit

@@ -1,4 +1,5 @@
-// The ops, their parameters and their shapes. n is the number of rows of the step; all matrices are row-major float32.
+// The ops, their parameters and their shapes. n is the number of rows of the step; all matrices are row-major, of
+// the device's value type.
 #pragma once
 
 #include <array>
@@ -61,7 +62,7 @@ struct GateParams {
 struct ScanParams {
     int32_t kda = -1;
 };
-inline constexpr float kL2NormEps = 1e-6f;  // added to the sum of squares
+inline constexpr double kL2NormEps = 1e-6;  // added to the sum of squares
 
 // mla_attention in0 a [n, H * C] (absorbed queries), in1 q [n, H * stride] whose last R columns per head are the rest of the query
 //               -> y [n, H * C]: softmax over all cached rows t' <= t of (<a, c_t'> + <q_r, p_t'>) * scale, weighting the latents c_t'
@@ -70,7 +71,7 @@ struct AttentionParams {
     int32_t n_head = 0;
     int32_t latent = 0;  // C
     int32_t rope = 0;    // R
-    float scale = 0;     // 1 / sqrt(N + R)
+    double scale = 0;    // 1 / sqrt(N + R)
 };
 
 // moe_route     in0 scores before the sigmoid [n, E], w0 bias [E] or none -> [n, 2 k]: k expert ids (as floats), then k weights.

@@ -47,11 +47,12 @@ typedef enum delta_status {
     DELTA_CANCELLED = 12    /* delta_model_cancel was called, or a progress callback asked to stop */
 } delta_status;
 
-/* How finely a product with quantized weights may round its input. Routers, gates, norms and states are always float32. */
+/* How finely the model is evaluated: what is between operations and in the recurrent state, and how far products with quantized
+ * weights may round their input. Routers, gates and norms are never rounded further. */
 typedef enum delta_activations {
-    DELTA_EXACT = 0, /* float32 inputs */
-    DELTA_FINE = 1,  /* 16-bit integers per block, or two int8 parts */
-    DELTA_FAST = 2   /* int8 per block */
+    DELTA_EXACT = 0, /* float64 throughout; a latent cache of type F32 holds float64 too */
+    DELTA_FINE = 1,  /* float32; inputs of such products as 16-bit integers per block */
+    DELTA_FAST = 2   /* float32; inputs of such products as 8-bit integers per block */
 } delta_activations;
 
 /* Which rows of an evaluation keep their logits. */

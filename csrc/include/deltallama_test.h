@@ -29,7 +29,7 @@ typedef struct delta_test_case {
     const char *op;            /* a name of graph/ops.def */
     double params[8];          /* in the order of the op's parameter struct */
     delta_test_weight weights[3];
-    const float *inputs[5];    /* row-major; null: no such input */
+    const double *inputs[5];   /* row-major, values that float32 holds; null: no such input */
     int32_t input_cols[5];
     int32_t n_rows;
     const int32_t *tokens;     /* [n_rows]; null: zeros */
@@ -40,18 +40,18 @@ typedef struct delta_test_case {
     uint32_t cache_type;
     const int32_t *seqs;       /* [n_seqs][4]: slot, first row, rows, position */
     int32_t n_seqs, n_slots;
-    void *recurrent;           /* [n_slots] recurrent parts, read and written */
+    double *recurrent;         /* [n_slots] recurrent parts, read and written */
     void *latent;              /* [n_slots] latent parts, read and written */
-    float *out;                /* [rows, out_cols] */
+    double *out;               /* [rows, out_cols] */
     int32_t out_cols;          /* expected; another shape is DELTA_ARG. 0: the op has no output */
 } delta_test_case;
 
-/* Records the op, runs it in an arena filled with NaN with one spare row behind every matrix, and fails with DELTA_DEVICE if the op
+/* Records the op, gives it the inputs and the state in the device's value type, runs it in an arena filled with NaN with one spare row behind every matrix, and fails with DELTA_DEVICE if the op
  * wrote into a spare row or changed an input. */
 delta_status delta_test_op(const delta_test_case *test);
 
 /* -- a whole model, seen op by op ----------------------------------------------------------------------------------------- */
-typedef void (*delta_test_observer)(const char *op, const char *name, int32_t layer, const float *data, int32_t rows,
+typedef void (*delta_test_observer)(const char *op, const char *name, int32_t layer, const double *data, int32_t rows,
                                     int32_t cols, void *user);
 /* Calls `fn` after every op of this model from now on; null stops it. */
 delta_status delta_test_observe(delta_model *model, delta_test_observer fn, void *user);
@@ -62,7 +62,7 @@ typedef struct delta_test_kernel_call {
     const char *isa;           /* a word of delta_test_isas() */
     const char *kernel;        /* a word of delta_test_kernels() */
     uint32_t type;             /* dot, widen: type id of the weights */
-    uint32_t input;            /* dot, quantize: 0 float32, 1 the same summed in float64, 2 int16, 3 int8 */
+    uint32_t input;            /* dot, quantize: 0 float32, 1 int16, 2 int8 */
     const void *inputs[5];
     void *outputs[4];
     int64_t sizes[5];          /* as the kernel's case in cpu_test.cpp lists them */

@@ -89,7 +89,7 @@ Value mla_block(Builder& b, int32_t layer, Value x) {
     params.n_head = b.h.n_head;
     params.latent = b.h.kv_lora;
     params.rope = b.h.rope;
-    params.scale = 1.0F / std::sqrt(static_cast<float>(b.h.nope + b.h.rope));
+    params.scale = 1.0 / std::sqrt(static_cast<double>(b.h.nope + b.h.rope));
     const Value absorbed = b.rec.head_linear(q, *k_b, b.h.nope + b.h.rope);
     const Value mixed = b.rec.mla_attention(absorbed, q, params);
     Value o = b.rec.head_linear(mixed, *v_b, b.h.kv_lora);

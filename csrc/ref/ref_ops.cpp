@@ -1,11 +1,20 @@
 #include "ref/ref_ops.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <numeric>
-#include <vector>
+#include <cstring>
 
 namespace delta {
+
+double ref_dot(const double* w, const double* x, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        sum += w[i] * x[i];
+    }
+    return sum;
+}
+
 namespace {
 
 double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
@@ -20,408 +29,426 @@ double glu_value(double g, double u, const Activation& a) {
     return a.beta * std::tanh(g / a.beta) * sigmoid(g) * up;
 }
 
-// 1 / sqrt(mean(x^2) + eps)
-double inverse_rms(const float* x, int64_t n, double eps) {
+double square_sum(const double* x, int64_t n) {
     double sum = 0;
     for (int64_t i = 0; i < n; ++i) {
-        sum += double{x[i]} * x[i];
-    }
-    return 1.0 / std::sqrt(sum / static_cast<double>(n) + eps);
-}
-
-// One row of a weight as float32, the exact decoded values.
-void decode_row(const Weight& w, int64_t mat, int64_t row, std::vector<float>& out) {
-    out.resize(static_cast<size_t>(w.cols));
-    w.type->to_float(w.row(mat, row), out.data(), w.cols);
-}
-
-std::vector<float> decode_vector(const Weight& w) {
-    std::vector<float> out;
-    decode_row(w, 0, 0, out);
-    return out;
-}
-
-double dot(const float* a, const float* b, int64_t n) {
-    double sum = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        sum += double{a[i]} * b[i];
+        sum += x[i] * x[i];
     }
     return sum;
 }
 
-void embed(HostBackend&, const OpCall& c) {
+// 1 / sqrt(mean(x^2) + eps)
+double inverse_rms(const double* x, int64_t n, double eps) { return 1.0 / std::sqrt(square_sum(x, n) / static_cast<double>(n) + eps); }
+
+// Rows of weights, decoded exactly: each call of row() overwrites what the one before returned.
+class Decoder {
+   public:
+    Decoder(Workspace& space, int64_t n) : narrow_(space.take<float>(static_cast<size_t>(n))), wide_(space.take<double>(static_cast<size_t>(n))) {}
+
+    const double* row(const Weight& w, int64_t mat, int64_t r) { return row(*w.type, w.row(mat, r), w.cols); }
+    const double* row(const TypeInfo& type, const uint8_t* data, int64_t n) {
+        type.to_float(data, narrow_, n);
+        std::copy_n(narrow_, n, wide_);
+        return wide_;
+    }
+
+   private:
+    float* narrow_;
+    double* wide_;
+};
+
+// A weight with a single row.
+const double* decoded_vector(const Weight& w, Workspace& space) { return Decoder(space, w.cols).row(w, 0, 0); }
+
+// The sequence that a row of the step belongs to.
+const SeqRows& sequence_of(const Step& step, int64_t row) {
+    const auto after = std::upper_bound(step.seqs.begin(), step.seqs.end(), row,
+                                        [](int64_t r, const SeqRows& seq) { return r < seq.first_row; });
+    return *(after - 1);
+}
+
+int64_t each_row(const WideCall& c) { return c.n_rows; }
+int64_t each_output_column(const WideCall& c) { return c.op->out.cols; }
+
+void embed(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const Weight& w = *c.op->w[0];
-    std::vector<float> row;
-    for (int32_t r = 0; r < c.n_rows; ++r) {
-        decode_row(w, 0, c.step->tokens[static_cast<size_t>(r)], row);
-        std::copy(row.begin(), row.end(), c.out + int64_t{r} * w.cols);
+    Decoder decoder(space, w.cols);
+    for (int64_t r = begin; r < end; ++r) {
+        std::copy_n(decoder.row(w, 0, c.step->tokens[static_cast<size_t>(r)]), w.cols, c.out + r * w.cols);
     }
 }
 
-void rms_norm(HostBackend&, const OpCall& c) {
+void rms_norm(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const int64_t n = c.op->out.cols;
-    const std::vector<float> w = decode_vector(*c.op->w[0]);
-    for (int32_t r = 0; r < c.n_rows; ++r) {
-        const float* x = c.in[0] + r * n;
-        const double scale = inverse_rms(x, n, c.op->get<NormParams>().eps);
+    const double* w = decoded_vector(*c.op->w[0], space);
+    for (int64_t r = begin; r < end; ++r) {
+        const double* x = c.in[0] + r * n;
+        const double scale = inverse_rms(x, n, double{c.op->get<NormParams>().eps});
         for (int64_t i = 0; i < n; ++i) {
-            c.out[r * n + i] = static_cast<float>(x[i] * scale * w[static_cast<size_t>(i)]);
+            c.out[r * n + i] = x[i] * scale * w[i];
         }
     }
 }
 
-void add(HostBackend&, const OpCall& c) {
-    const int64_t n = int64_t{c.n_rows} * c.op->out.cols;
-    for (int64_t i = 0; i < n; ++i) {
+void add(const WideCall& c, WideDot, int64_t begin, int64_t end, void*) {
+    const int64_t n = c.op->out.cols;
+    for (int64_t i = begin * n; i < end * n; ++i) {
         c.out[i] = c.in[0][i] + c.in[1][i];
     }
 }
 
-void linear(HostBackend&, const OpCall& c) {
+// Items are rows of all matrices of the weight; linear has one matrix, head_linear one for each head.
+void linear(const WideCall& c, WideDot dot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const Weight& w = *c.op->w[0];
-    std::vector<float> row;
-    for (int64_t o = 0; o < w.rows; ++o) {
-        decode_row(w, 0, o, row);
-        for (int32_t r = 0; r < c.n_rows; ++r) {
-            c.out[r * w.rows + o] = static_cast<float>(dot(c.in[0] + r * w.cols, row.data(), w.cols));
+    const int64_t stride = c.op->kind == OpKind::Linear ? w.cols : c.op->get<HeadLinearParams>().stride;
+    Decoder decoder(space, w.cols);
+    for (int64_t item = begin; item < end; ++item) {
+        const int64_t h = item / w.rows;
+        const double* row = decoder.row(w, h, item % w.rows);
+        for (int64_t r = 0; r < c.n_rows; ++r) {
+            c.out[r * w.mats * w.rows + item] = dot(row, c.in[0] + (r * w.mats + h) * stride, w.cols);
         }
     }
 }
 
-void head_linear(HostBackend&, const OpCall& c) {
-    const Weight& w = *c.op->w[0];
-    const int64_t stride = c.op->get<HeadLinearParams>().stride;
-    std::vector<float> row;
-    for (int64_t h = 0; h < w.mats; ++h) {
-        for (int64_t o = 0; o < w.rows; ++o) {
-            decode_row(w, h, o, row);
-            for (int32_t r = 0; r < c.n_rows; ++r) {
-                const float* x = c.in[0] + (r * w.mats + h) * stride;
-                c.out[(r * w.mats + h) * w.rows + o] = static_cast<float>(dot(x, row.data(), w.cols));
-            }
-        }
+void glu(const WideCall& c, WideDot, int64_t begin, int64_t end, void*) {
+    const int64_t n = c.op->out.cols;
+    for (int64_t i = begin * n; i < end * n; ++i) {
+        c.out[i] = glu_value(c.in[0][i], c.in[1][i], c.op->get<Activation>());
     }
 }
 
-void glu(HostBackend&, const OpCall& c) {
-    const int64_t n = int64_t{c.n_rows} * c.op->out.cols;
-    for (int64_t i = 0; i < n; ++i) {
-        c.out[i] = static_cast<float>(glu_value(c.in[0][i], c.in[1][i], c.op->get<Activation>()));
-    }
-}
-
-void short_conv(HostBackend&, const OpCall& c) {
+// Items are channels.
+void short_conv(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const Weight& w = *c.op->w[0];
     const int64_t channels = w.rows;
     const int64_t taps = w.cols;
     const ConvParams& p = c.op->get<ConvParams>();
-    std::vector<std::vector<float>> kernel(static_cast<size_t>(channels));
-    for (int64_t ch = 0; ch < channels; ++ch) {
-        decode_row(w, 0, ch, kernel[static_cast<size_t>(ch)]);
-    }
-    for (const SeqRows& seq : c.step->seqs) {
-        float* state = c.step->state.conv(seq.slot, p.kda, p.stream);  // [taps - 1, channels]
-        const float* x = c.in[0] + int64_t{seq.first_row} * channels;
-        // Row t of the sequence; negative rows are in the state.
-        const auto input = [&](int64_t t, int64_t ch) {
-            return t >= 0 ? x[t * channels + ch] : state[(taps - 1 + t) * channels + ch];
-        };
-        for (int64_t t = 0; t < seq.n_rows; ++t) {
-            for (int64_t ch = 0; ch < channels; ++ch) {
+    Decoder decoder(space, taps);
+    for (int64_t ch = begin; ch < end; ++ch) {
+        const double* kernel = decoder.row(w, 0, ch);
+        for (const SeqRows& seq : c.step->seqs) {
+            auto* state = c.step->state.conv<double>(seq.slot, p.kda, p.stream);  // [taps - 1, channels]
+            const double* x = c.in[0] + int64_t{seq.first_row} * channels;
+            // Row t of the sequence; negative rows are in the state.
+            const auto input = [&](int64_t t) { return t >= 0 ? x[t * channels + ch] : state[(taps - 1 + t) * channels + ch]; };
+            for (int64_t t = 0; t < seq.n_rows; ++t) {
                 double sum = 0;
                 for (int64_t j = 0; j < taps; ++j) {
-                    sum += double{kernel[static_cast<size_t>(ch)][static_cast<size_t>(j)]} * input(t - (taps - 1) + j, ch);
+                    sum += kernel[j] * input(t - (taps - 1) + j);
                 }
-                c.out[(seq.first_row + t) * channels + ch] = static_cast<float>(sum * sigmoid(sum));
+                c.out[(seq.first_row + t) * channels + ch] = sum * sigmoid(sum);
             }
-        }
-        // Oldest row first, so that a row moves only to where nothing is still to be read from.
-        for (int64_t j = 0; j < taps - 1; ++j) {
-            for (int64_t ch = 0; ch < channels; ++ch) {
-                state[j * channels + ch] = input(seq.n_rows - (taps - 1) + j, ch);
+            // Oldest row first, so that a row moves only to where nothing is still to be read from.
+            for (int64_t j = 0; j < taps - 1; ++j) {
+                state[j * channels + ch] = input(seq.n_rows - (taps - 1) + j);
             }
         }
     }
 }
 
-void kda_gate(HostBackend&, const OpCall& c) {
+void kda_gate(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const GateParams& p = c.op->get<GateParams>();
     const int64_t n = c.op->out.cols;
-    const std::vector<float> a = decode_vector(*c.op->w[0]);
-    const std::vector<float> dt = decode_vector(*c.op->w[1]);
-    const int64_t head_dim = n / static_cast<int64_t>(a.size());
-    for (int32_t r = 0; r < c.n_rows; ++r) {
+    const double* a = decoded_vector(*c.op->w[0], space);
+    const double* dt = decoded_vector(*c.op->w[1], space);
+    const int64_t head_dim = n / c.op->w[0]->cols;
+    for (int64_t r = begin; r < end; ++r) {
         for (int64_t i = 0; i < n; ++i) {
-            const double ah = a[static_cast<size_t>(i / head_dim)];
-            const double z = double{c.in[0][r * n + i]} + dt[static_cast<size_t>(i)];
-            c.out[r * n + i] = static_cast<float>(p.bounded ? p.lower_bound * sigmoid(-ah * z) : ah * softplus(z));
+            const double ah = a[i / head_dim];
+            const double z = c.in[0][r * n + i] + dt[i];
+            c.out[r * n + i] = p.bounded ? p.lower_bound * sigmoid(-ah * z) : ah * softplus(z);
         }
     }
 }
 
-void kda_scan(HostBackend&, const OpCall& c) {
-    const StateLayout& layout = *c.step->state.layout;
-    const int64_t d = layout.head_dim;
-    const int64_t inner = layout.inner();
-    std::vector<double> q(static_cast<size_t>(d));
-    std::vector<double> k(static_cast<size_t>(d));
-    std::vector<double> decay(static_cast<size_t>(d));
-    std::vector<double> state(static_cast<size_t>(d * d));
-    for (const SeqRows& seq : c.step->seqs) {
-        float* s_all = c.step->state.scan(seq.slot, c.op->get<ScanParams>().kda);
-        for (int64_t h = 0; h < layout.n_head; ++h) {
-            float* s = s_all + h * d * d;  // [v][k]
-            std::copy(s, s + d * d, state.begin());
-            for (int64_t t = seq.first_row; t < seq.first_row + seq.n_rows; ++t) {
-                const int64_t at = t * inner + h * d;
-                const double beta = sigmoid(c.in[4][t * layout.n_head + h]);
-                const double q_scale = 1.0 / std::sqrt(dot(c.in[0] + at, c.in[0] + at, d) + double{kL2NormEps}) / std::sqrt(static_cast<double>(d));
-                const double k_scale = 1.0 / std::sqrt(dot(c.in[1] + at, c.in[1] + at, d) + double{kL2NormEps});
-                for (int64_t i = 0; i < d; ++i) {
-                    q[static_cast<size_t>(i)] = c.in[0][at + i] * q_scale;
-                    k[static_cast<size_t>(i)] = c.in[1][at + i] * k_scale;
-                    decay[static_cast<size_t>(i)] = std::exp(double{c.in[3][at + i]});
-                }
-                for (int64_t v = 0; v < d; ++v) {
-                    double* row = state.data() + v * d;
-                    double predicted = 0;
-                    for (int64_t i = 0; i < d; ++i) {
-                        row[i] *= decay[static_cast<size_t>(i)];
-                        predicted += row[i] * k[static_cast<size_t>(i)];
-                    }
-                    const double u = beta * (c.in[2][at + v] - predicted);
-                    double out = 0;
-                    for (int64_t i = 0; i < d; ++i) {
-                        row[i] += u * k[static_cast<size_t>(i)];
-                        out += row[i] * q[static_cast<size_t>(i)];
-                    }
-                    c.out[at + v] = static_cast<float>(out);
-                }
+int64_t each_head_of_each_sequence(const WideCall& c) { return static_cast<int64_t>(c.step->seqs.size()) * c.op->in[4].cols; }
+
+void kda_scan(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
+    const int64_t n_head = c.op->in[4].cols;
+    const int64_t inner = c.op->in[0].cols;
+    const int64_t d = inner / n_head;
+    auto* q = space.take<double>(static_cast<size_t>(d));
+    auto* k = space.take<double>(static_cast<size_t>(d));
+    auto* decay = space.take<double>(static_cast<size_t>(d));
+    for (int64_t item = begin; item < end; ++item) {
+        const SeqRows& seq = c.step->seqs[static_cast<size_t>(item / n_head)];
+        const int64_t h = item % n_head;
+        double* s = c.step->state.scan<double>(seq.slot, c.op->get<ScanParams>().kda) + h * d * d;  // [v][k]
+        for (int64_t t = seq.first_row; t < seq.first_row + seq.n_rows; ++t) {
+            const int64_t at = t * inner + h * d;
+            const double beta = sigmoid(c.in[4][t * n_head + h]);
+            const double q_scale = 1.0 / std::sqrt(square_sum(c.in[0] + at, d) + kL2NormEps) / std::sqrt(static_cast<double>(d));
+            const double k_scale = 1.0 / std::sqrt(square_sum(c.in[1] + at, d) + kL2NormEps);
+            for (int64_t i = 0; i < d; ++i) {
+                q[i] = c.in[0][at + i] * q_scale;
+                k[i] = c.in[1][at + i] * k_scale;
+                decay[i] = std::exp(c.in[3][at + i]);
             }
-            std::transform(state.begin(), state.end(), s, [](double x) { return static_cast<float>(x); });
+            for (int64_t v = 0; v < d; ++v) {
+                double* row = s + v * d;
+                double predicted = 0;
+                for (int64_t i = 0; i < d; ++i) {
+                    row[i] *= decay[i];
+                    predicted += row[i] * k[i];
+                }
+                const double u = beta * (c.in[2][at + v] - predicted);
+                double out = 0;
+                for (int64_t i = 0; i < d; ++i) {
+                    row[i] += u * k[i];
+                    out += row[i] * q[i];
+                }
+                c.out[at + v] = out;
+            }
         }
     }
 }
 
-void gated_norm(HostBackend&, const OpCall& c) {
-    const std::vector<float> w = decode_vector(*c.op->w[0]);
-    const auto d = static_cast<int64_t>(w.size());
-    const int64_t n_groups = c.n_rows * (c.op->out.cols / d);
-    for (int64_t g = 0; g < n_groups; ++g) {
-        const float* o = c.in[0] + g * d;
-        const double scale = inverse_rms(o, d, c.op->get<NormParams>().eps);
+void gated_norm(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
+    const double* w = decoded_vector(*c.op->w[0], space);
+    const int64_t d = c.op->w[0]->cols;
+    const int64_t n_groups = c.op->out.cols / d;
+    for (int64_t g = begin * n_groups; g < end * n_groups; ++g) {
+        const double* o = c.in[0] + g * d;
+        const double scale = inverse_rms(o, d, double{c.op->get<NormParams>().eps});
         for (int64_t i = 0; i < d; ++i) {
-            c.out[g * d + i] = static_cast<float>(o[i] * scale * w[static_cast<size_t>(i)] * sigmoid(c.in[1][g * d + i]));
+            c.out[g * d + i] = o[i] * scale * w[i] * sigmoid(c.in[1][g * d + i]);
         }
     }
 }
 
-void latent_append(HostBackend&, const OpCall& c) {
+void latent_append(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const NormParams& p = c.op->get<NormParams>();
     const StateLayout& layout = *c.step->state.layout;
-    const std::vector<float> w = decode_vector(*c.op->w[0]);
-    const auto latent = static_cast<int64_t>(w.size());
+    const double* w = decoded_vector(*c.op->w[0], space);
+    const int64_t latent = c.op->w[0]->cols;
     const int64_t width = layout.latent_width;
-    std::vector<float> row(static_cast<size_t>(width));
-    for (const SeqRows& seq : c.step->seqs) {
-        uint8_t* cache = c.step->state.latents(seq.slot, p.mla);
-        for (int64_t t = 0; t < seq.n_rows; ++t) {
-            const float* kv = c.in[0] + (seq.first_row + t) * width;
-            const double scale = inverse_rms(kv, latent, p.eps);
-            for (int64_t i = 0; i < width; ++i) {
-                row[static_cast<size_t>(i)] = i < latent ? static_cast<float>(kv[i] * scale * w[static_cast<size_t>(i)]) : kv[i];
-            }
-            layout.cache_type->from_float(row.data(), cache + static_cast<size_t>(seq.position + t) * layout.latent_row_bytes(), width);
+    auto* row = space.take<double>(static_cast<size_t>(width));
+    auto* narrow = space.take<float>(static_cast<size_t>(width));
+    for (int64_t r = begin; r < end; ++r) {
+        const SeqRows& seq = sequence_of(*c.step, r);
+        const double* kv = c.in[0] + r * width;
+        const double scale = inverse_rms(kv, latent, double{p.eps});
+        for (int64_t i = 0; i < width; ++i) {
+            row[i] = i < latent ? kv[i] * scale * w[i] : kv[i];
+        }
+        const auto position = static_cast<size_t>(seq.position + r - seq.first_row);
+        uint8_t* at = c.step->state.latents(seq.slot, p.mla) + position * layout.latent_row_bytes();
+        if (layout.wide_latents()) {
+            std::memcpy(at, row, layout.latent_row_bytes());
+        } else {
+            std::transform(row, row + width, narrow, [](double x) { return static_cast<float>(x); });
+            layout.cache_type->from_float(narrow, at, width);
         }
     }
 }
 
-void mla_attention(HostBackend&, const OpCall& c) {
+int64_t each_head_of_each_row(const WideCall& c) { return int64_t{c.n_rows} * c.op->get<AttentionParams>().n_head; }
+
+// The scores are computed twice, for their maximum and for their weights: the scratch does not grow with the context.
+void mla_attention(const WideCall& c, WideDot dot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const AttentionParams& p = c.op->get<AttentionParams>();
     const StateLayout& layout = *c.step->state.layout;
-    const int64_t width = layout.latent_width;
     const int64_t q_stride = c.op->in[1].cols / p.n_head;
-    for (const SeqRows& seq : c.step->seqs) {
-        const int64_t n_keys = seq.position + seq.n_rows;
-        std::vector<float> cache(static_cast<size_t>(n_keys * width));
-        const uint8_t* rows = c.step->state.latents(seq.slot, p.mla);
-        for (int64_t t = 0; t < n_keys; ++t) {
-            layout.cache_type->to_float(rows + static_cast<size_t>(t) * layout.latent_row_bytes(), cache.data() + t * width, width);
+    Decoder decoder(space, layout.latent_width);
+    auto* y = space.take<double>(static_cast<size_t>(p.latent));
+    for (int64_t item = begin; item < end; ++item) {
+        const int64_t r = item / p.n_head;
+        const SeqRows& seq = sequence_of(*c.step, r);
+        const uint8_t* cache = c.step->state.latents(seq.slot, p.mla);
+        const auto key = [&](int64_t t) {
+            const uint8_t* at = cache + static_cast<size_t>(t) * layout.latent_row_bytes();
+            return layout.wide_latents() ? reinterpret_cast<const double*>(at) : decoder.row(*layout.cache_type, at, layout.latent_width);
+        };
+        const double* a = c.in[0] + item * p.latent;
+        const double* q_rest = c.in[1] + (item + 1) * q_stride - p.rope;
+        const auto score = [&](const double* row) { return (dot(row, a, p.latent) + dot(row + p.latent, q_rest, p.rope)) * p.scale; };
+        const int64_t visible = seq.position + r - seq.first_row + 1;
+        double best = -INFINITY;
+        for (int64_t t = 0; t < visible; ++t) {
+            const double s = score(key(t));
+            // A comparison that lets NaN through: it must reach the logits, not vanish here.
+            best = s <= best ? best : s;
         }
-        std::vector<double> weight(static_cast<size_t>(n_keys));
-        for (int64_t r = 0; r < seq.n_rows; ++r) {
-            const int64_t row = seq.first_row + r;
-            const int64_t visible = seq.position + r + 1;
-            for (int64_t h = 0; h < p.n_head; ++h) {
-                const float* a = c.in[0] + (row * p.n_head + h) * p.latent;
-                const float* q_rest = c.in[1] + (row * p.n_head + h + 1) * q_stride - p.rope;
-                double best = -INFINITY;
-                for (int64_t t = 0; t < visible; ++t) {
-                    const float* key = cache.data() + t * width;
-                    const double s = (dot(a, key, p.latent) + dot(q_rest, key + p.latent, p.rope)) * p.scale;
-                    weight[static_cast<size_t>(t)] = s;
-                    // A comparison that lets NaN through: it must reach the logits, not vanish here.
-                    best = s <= best ? best : s;
-                }
-                double sum = 0;
-                for (int64_t t = 0; t < visible; ++t) {
-                    weight[static_cast<size_t>(t)] = std::exp(weight[static_cast<size_t>(t)] - best);
-                    sum += weight[static_cast<size_t>(t)];
-                }
-                for (int64_t i = 0; i < p.latent; ++i) {
-                    double y = 0;
-                    for (int64_t t = 0; t < visible; ++t) {
-                        y += weight[static_cast<size_t>(t)] * cache[static_cast<size_t>(t * width + i)];
-                    }
-                    c.out[(row * p.n_head + h) * p.latent + i] = static_cast<float>(y / sum);
-                }
+        std::fill_n(y, p.latent, 0.0);
+        double sum = 0;
+        for (int64_t t = 0; t < visible; ++t) {
+            const double* row = key(t);
+            const double weight = std::exp(score(row) - best);
+            sum += weight;
+            for (int64_t i = 0; i < p.latent; ++i) {
+                y[i] += weight * row[i];
             }
         }
+        for (int64_t i = 0; i < p.latent; ++i) {
+            c.out[item * p.latent + i] = y[i] / sum;
+        }
     }
 }
 
-void mul_sigmoid(HostBackend&, const OpCall& c) {
-    const int64_t n = int64_t{c.n_rows} * c.op->out.cols;
-    for (int64_t i = 0; i < n; ++i) {
-        c.out[i] = static_cast<float>(c.in[0][i] * sigmoid(c.in[1][i]));
+void mul_sigmoid(const WideCall& c, WideDot, int64_t begin, int64_t end, void*) {
+    const int64_t n = c.op->out.cols;
+    for (int64_t i = begin * n; i < end * n; ++i) {
+        c.out[i] = c.in[0][i] * sigmoid(c.in[1][i]);
     }
 }
 
-void moe_route(HostBackend&, const OpCall& c) {
+void moe_route(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const RouteParams& p = c.op->get<RouteParams>();
-    const int64_t n_expert = c.op->in[0].cols;
-    const std::vector<float> bias =
-        c.op->w[0] != nullptr ? decode_vector(*c.op->w[0]) : std::vector<float>(static_cast<size_t>(n_expert), 0.0F);
-    std::vector<double> score(static_cast<size_t>(n_expert));
-    std::vector<int32_t> order(static_cast<size_t>(n_expert));
-    for (int32_t r = 0; r < c.n_rows; ++r) {
-        for (int64_t e = 0; e < n_expert; ++e) {
-            score[static_cast<size_t>(e)] = sigmoid(c.in[0][r * n_expert + e]);
-        }
-        std::iota(order.begin(), order.end(), 0);
-        // A sort must not see NaN (every comparison would be false), and NaN must not vanish here: the whole row becomes NaN.
+    const int32_t n_expert = c.op->in[0].cols;
+    const double* bias = c.op->w[0] != nullptr ? decoded_vector(*c.op->w[0], space) : nullptr;
+    auto* score = space.take<double>(static_cast<size_t>(n_expert));
+    auto* choice = space.take<double>(static_cast<size_t>(n_expert));
+    for (int64_t r = begin; r < end; ++r) {
+        // No comparison may see NaN (each would be false), and NaN must not vanish here: the weights of the whole row become NaN.
         bool bad = false;
-        for (int64_t e = 0; e < n_expert; ++e) {
-            bad = bad || std::isnan(score[static_cast<size_t>(e)] + bias[static_cast<size_t>(e)]);
+        for (int32_t e = 0; e < n_expert; ++e) {
+            score[e] = sigmoid(c.in[0][r * n_expert + e]);
+            choice[e] = score[e] + (bias != nullptr ? bias[e] : 0.0);
+            bad = bad || std::isnan(choice[e]);
         }
-        const auto choice = [&](int32_t e) { return bad ? 0.0 : score[static_cast<size_t>(e)] + bias[static_cast<size_t>(e)]; };
-        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return choice(a) > choice(b); });
+        if (bad) {
+            std::fill_n(choice, n_expert, 0.0);
+        }
+        double* ids = c.out + r * 2 * p.n_used;
+        double* weights = ids + p.n_used;
         double sum = 0;
         for (int32_t i = 0; i < p.n_used; ++i) {
-            sum += score[static_cast<size_t>(order[static_cast<size_t>(i)])];
+            const int64_t e = std::max_element(choice, choice + n_expert) - choice;  // the first of equals
+            choice[e] = -INFINITY;
+            ids[i] = static_cast<double>(e);
+            weights[i] = score[e];
+            sum += score[e];
         }
         const double norm = p.normalise && p.n_used > 1 ? sum + 1e-20 : 1.0;
-        float* out = c.out + int64_t{r} * 2 * p.n_used;
         for (int32_t i = 0; i < p.n_used; ++i) {
-            const int32_t e = order[static_cast<size_t>(i)];
-            out[i] = static_cast<float>(e);
-            out[p.n_used + i] = bad ? NAN : static_cast<float>(score[static_cast<size_t>(e)] / norm * p.scale);
+            weights[i] = bad ? NAN : weights[i] / norm * p.scale;
         }
     }
 }
 
-void moe_experts(HostBackend&, const OpCall& c) {
+void moe_experts(const WideCall& c, WideDot dot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const ExpertParams& p = c.op->get<ExpertParams>();
     const Weight& gate = *c.op->w[0];
     const Weight& up = *c.op->w[1];
     const Weight& down = *c.op->w[2];
-    std::vector<float> row;
-    std::vector<double> hidden(static_cast<size_t>(gate.rows));
-    std::vector<double> sum(static_cast<size_t>(down.rows));
-    for (int32_t r = 0; r < c.n_rows; ++r) {
-        const float* z = c.in[0] + r * gate.cols;
-        const float* route = c.in[1] + int64_t{r} * 2 * p.n_used;
-        std::fill(sum.begin(), sum.end(), 0.0);
+    Decoder decoder(space, std::max(gate.cols, down.cols));
+    auto* hidden = space.take<double>(static_cast<size_t>(gate.rows));
+    for (int64_t r = begin; r < end; ++r) {
+        const double* z = c.in[0] + r * gate.cols;
+        const double* route = c.in[1] + r * 2 * p.n_used;
+        double* out = c.out + r * down.rows;
+        std::fill_n(out, down.rows, 0.0);
         for (int32_t i = 0; i < p.n_used; ++i) {
             const auto e = static_cast<int64_t>(route[i]);
             for (int64_t x = 0; x < gate.rows; ++x) {
-                decode_row(gate, e, x, row);
-                const double g = dot(z, row.data(), gate.cols);
-                decode_row(up, e, x, row);
-                hidden[static_cast<size_t>(x)] = glu_value(g, dot(z, row.data(), up.cols), p.activation);
+                const double g = dot(decoder.row(gate, e, x), z, gate.cols);
+                hidden[x] = glu_value(g, dot(decoder.row(up, e, x), z, up.cols), p.activation);
             }
             for (int64_t o = 0; o < down.rows; ++o) {
-                decode_row(down, e, o, row);
-                double y = 0;
-                for (int64_t x = 0; x < down.cols; ++x) {
-                    y += hidden[static_cast<size_t>(x)] * row[static_cast<size_t>(x)];
-                }
-                sum[static_cast<size_t>(o)] += route[p.n_used + i] * y;
+                out[o] += route[p.n_used + i] * dot(decoder.row(down, e, o), hidden, down.cols);
             }
         }
-        std::transform(sum.begin(), sum.end(), c.out + r * down.rows, [](double y) { return static_cast<float>(y); });
     }
 }
 
-void bank_push(HostBackend&, const OpCall& c) {
+void bank_push(const WideCall& c, WideDot, int64_t begin, int64_t end, void*) {
     const int64_t n = c.op->in[0].cols;
     const int64_t width = c.op->out.cols;
-    for (int32_t r = 0; r < c.n_rows; ++r) {
+    for (int64_t r = begin; r < end; ++r) {
         std::copy_n(c.in[0] + r * n, n, c.out + r * width + c.op->get<BankParams>().slot * n);
     }
 }
 
-void bank_mix(HostBackend&, const OpCall& c) {
+void bank_mix(const WideCall& c, WideDot dot, int64_t begin, int64_t end, void* scratch) {
+    Workspace space(scratch);
     const BankParams& p = c.op->get<BankParams>();
     const int64_t n = c.op->out.cols;
     const int64_t width = c.op->in[0].cols;
-    const std::vector<float> w = decode_vector(*c.op->w[0]);
-    std::vector<double> weight(static_cast<size_t>(p.n_slots) + 1);
-    for (int32_t r = 0; r < c.n_rows; ++r) {
+    const double* w = decoded_vector(*c.op->w[0], space);
+    auto* weight = space.take<double>(static_cast<size_t>(p.n_slots) + 1);
+    for (int64_t r = begin; r < end; ++r) {
         const auto entry = [&](int32_t s) { return s < p.n_slots ? c.in[0] + r * width + s * n : c.in[1] + r * n; };
         double best = -INFINITY;
         for (int32_t s = 0; s <= p.n_slots; ++s) {
-            const double score = dot(entry(s), w.data(), n) * inverse_rms(entry(s), n, p.eps);
-            weight[static_cast<size_t>(s)] = score;
-            best = score <= best ? best : score;
+            weight[s] = dot(w, entry(s), n) * inverse_rms(entry(s), n, double{p.eps});
+            best = weight[s] <= best ? best : weight[s];
         }
         double sum = 0;
-        for (double& x : weight) {
-            x = std::exp(x - best);
-            sum += x;
+        for (int32_t s = 0; s <= p.n_slots; ++s) {
+            weight[s] = std::exp(weight[s] - best);
+            sum += weight[s];
         }
         for (int64_t i = 0; i < n; ++i) {
             double y = 0;
             for (int32_t s = 0; s <= p.n_slots; ++s) {
-                y += weight[static_cast<size_t>(s)] * entry(s)[i];
+                y += weight[s] * entry(s)[i];
             }
-            c.out[r * n + i] = static_cast<float>(y / sum);
+            c.out[r * n + i] = y / sum;
         }
     }
 }
 
-void pick_rows(HostBackend&, const OpCall& c) {
+void pick_rows(const WideCall& c, WideDot, int64_t begin, int64_t end, void*) {
     const int64_t n = c.op->out.cols;
-    for (int32_t r = 0; r < c.n_rows; ++r) {
+    for (int64_t r = begin; r < end; ++r) {
         std::copy_n(c.in[0] + c.step->output_rows[static_cast<size_t>(r)] * n, n, c.out + r * n);
     }
 }
 
+constexpr std::array<RefOp, static_cast<size_t>(OpKind::Count)> kOps = [] {
+    std::array<RefOp, static_cast<size_t>(OpKind::Count)> ops{};
+    const auto at = [&](OpKind kind) -> RefOp& { return ops[static_cast<size_t>(kind)]; };
+    at(OpKind::Embed) = {each_row, embed};
+    at(OpKind::RmsNorm) = {each_row, rms_norm};
+    at(OpKind::Add) = {each_row, add};
+    at(OpKind::Linear) = {each_output_column, linear};
+    at(OpKind::HeadLinear) = {each_output_column, linear};
+    at(OpKind::Glu) = {each_row, glu};
+    at(OpKind::ShortConv) = {each_output_column, short_conv};
+    at(OpKind::KdaGate) = {each_row, kda_gate};
+    at(OpKind::KdaScan) = {each_head_of_each_sequence, kda_scan};
+    at(OpKind::GatedNorm) = {each_row, gated_norm};
+    at(OpKind::LatentAppend) = {each_row, latent_append};
+    at(OpKind::MlaAttention) = {each_head_of_each_row, mla_attention};
+    at(OpKind::MulSigmoid) = {each_row, mul_sigmoid};
+    at(OpKind::MoeRoute) = {each_row, moe_route};
+    at(OpKind::MoeExperts) = {each_row, moe_experts};
+    at(OpKind::BankPush) = {each_row, bank_push};
+    at(OpKind::BankMix) = {each_row, bank_mix};
+    at(OpKind::PickRows) = {each_row, pick_rows};
+    return ops;
+}();
+
 }  // namespace
 
-RefOp ref_op(OpKind kind) {
-    switch (kind) {
-        case OpKind::Embed: return embed;
-        case OpKind::RmsNorm: return rms_norm;
-        case OpKind::Add: return add;
-        case OpKind::Linear: return linear;
-        case OpKind::HeadLinear: return head_linear;
-        case OpKind::Glu: return glu;
-        case OpKind::ShortConv: return short_conv;
-        case OpKind::KdaGate: return kda_gate;
-        case OpKind::KdaScan: return kda_scan;
-        case OpKind::GatedNorm: return gated_norm;
-        case OpKind::LatentAppend: return latent_append;
-        case OpKind::MlaAttention: return mla_attention;
-        case OpKind::MulSigmoid: return mul_sigmoid;
-        case OpKind::MoeRoute: return moe_route;
-        case OpKind::MoeExperts: return moe_experts;
-        case OpKind::BankPush: return bank_push;
-        case OpKind::BankMix: return bank_mix;
-        case OpKind::PickRows: return pick_rows;
-        case OpKind::Count: break;
+const RefOp& ref_op(OpKind kind) { return kOps[static_cast<size_t>(kind)]; }
+
+size_t ref_scratch_bytes(const Op& op) {
+    // No op takes more than six rows of its widest matrix.
+    int64_t widest = op.out.cols;
+    for (const Value& v : op.in) {
+        widest = std::max<int64_t>(widest, v.cols);
     }
-    return nullptr;
+    for (const Weight* w : op.w) {
+        widest = w != nullptr ? std::max({widest, w->rows, w->cols}) : widest;
+    }
+    Workspace space;
+    for (int i = 0; i < 6; ++i) {
+        space.take<double>(static_cast<size_t>(widest));
+    }
+    return space.used();
 }
 
 }  // namespace delta

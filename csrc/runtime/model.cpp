@@ -124,6 +124,7 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
     m->layout = m->bound.state;
     m->layout.n_ctx = static_cast<int32_t>(m->params.n_ctx);
     m->layout.cache_type = cache_type(m->params.cache_type);
+    m->layout.value_type = m->backend->value_type();
     m->n_checkpoints = count_checkpoints(m->params, m->layout.recurrent_bytes());
 
     m->token_bos = special_token(*m->file, "tokenizer.ggml.bos_token_id", h.n_vocab);
@@ -139,7 +140,7 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
     });
     std::sort(m->stop_tokens.begin(), m->stop_tokens.end());
 
-    m->plan = plan_arena(m->bound.graph, static_cast<int32_t>(m->params.n_batch), static_cast<int32_t>(m->params.n_outputs));
+    m->plan = plan_arena(m->bound.graph, m->layout.value_type, static_cast<int32_t>(m->params.n_batch), static_cast<int32_t>(m->params.n_outputs));
     for (const Op& op : m->bound.graph.ops) {
         m->backend->check_op(op);
         m->workspace_bytes = std::max(m->workspace_bytes, m->backend->workspace_bytes(op, static_cast<int32_t>(m->params.n_batch)));
@@ -166,7 +167,24 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
     return m;
 }
 
-void Model::run(const Step& step) { backend->run(bound.graph, plan, step, arena->data, workspace->data, run_options); }
+void Model::run(const Step& step) {
+    backend->run(bound.graph, plan, step, arena->data, workspace->data, run_options);
+    if (layout.value_type == ValueType::F64) {
+        narrow_logits(step.n_rows(RowKind::Outputs));
+    }
+}
+
+void Model::narrow_logits(int32_t n_rows) {
+    // In place: a float never reaches a double that is still to be read.
+    uint8_t* at = arena->data + plan.offset[static_cast<size_t>(bound.graph.logits.id)];
+    const size_t n = static_cast<size_t>(n_rows) * static_cast<size_t>(bound.graph.logits.cols);
+    for (size_t i = 0; i < n; ++i) {
+        double wide = 0;
+        std::memcpy(&wide, at + i * sizeof wide, sizeof wide);
+        const auto narrow = static_cast<float>(wide);
+        std::memcpy(at + i * sizeof narrow, &narrow, sizeof narrow);
+    }
+}
 
 const float* Model::logits() const {
     return reinterpret_cast<const float*>(arena->data + plan.offset[static_cast<size_t>(bound.graph.logits.id)]);

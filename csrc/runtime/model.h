@@ -44,7 +44,7 @@ struct Model {
     std::atomic<bool> cancel{false};
 
     RunOptions run_options;
-    // Runs one step; afterwards logits() are [n_outputs, n_vocab].
+    // Runs one step; afterwards logits() are [n_outputs, n_vocab], float32 whatever the device's value type.
     void run(const Step& step);
     const float* logits() const;
     StateMemory state_memory() const;
@@ -52,6 +52,9 @@ struct Model {
     void fill_info(delta_model_info& info) const;
     void fill_memory(delta_memory& memory) const;
     bool is_stop(int32_t token) const;
+
+   private:
+    void narrow_logits(int32_t n_rows);  // to float32, where they lie
 };
 
 }  // namespace delta

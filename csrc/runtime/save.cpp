@@ -37,7 +37,8 @@ struct StateHeader {
     uint64_t n_tokens;
     uint64_t recurrent_bytes;
     uint64_t latent_row_bytes;
-    uint64_t has_logits;
+    uint32_t has_logits;
+    uint32_t value_type;  // of the recurrent part: 0 float32, 1 float64
 };
 static_assert(sizeof(StateHeader) == 88);
 
@@ -60,13 +61,14 @@ StateHeader header_of(const Model& model, size_t n_tokens, bool has_logits) {
     header.recurrent_bytes = layout.recurrent_bytes();
     header.latent_row_bytes = layout.latent_row_bytes();
     header.has_logits = has_logits ? 1 : 0;
+    header.value_type = static_cast<uint32_t>(layout.value_type);
     return header;
 }
 
 uint64_t state_bytes(const StateHeader& h) { return h.recurrent_bytes + h.n_mla * h.n_tokens * h.latent_row_bytes; }
 
 uint64_t file_bytes(const StateHeader& h) {
-    return sizeof(StateHeader) + h.n_tokens * sizeof(int32_t) + state_bytes(h) + h.has_logits * h.n_vocab * sizeof(float) +
+    return sizeof(StateHeader) + h.n_tokens * sizeof(int32_t) + state_bytes(h) + uint64_t{h.has_logits} * h.n_vocab * sizeof(float) +
            sizeof(uint64_t);
 }
 
@@ -245,6 +247,13 @@ StateHeader read_header(const Input& file, const Model& model) {
                                               file.path(), static_cast<unsigned long long>(wanted.fingerprint),
                                               static_cast<unsigned long long>(found.fingerprint)));
     }
+    if (wanted.value_type != found.value_type) {
+        throw Error(DELTA_UNSUPPORTED,
+                    format("%s holds a state in %s, and this model computes in %s: activations 'exact' and the device 'ref' have float64, "
+                           "the other modes float32",
+                           file.path(), found.value_type == 0 ? "float32" : found.value_type == 1 ? "float64" : "an unknown type",
+                           value_name(model.layout.value_type)));
+    }
     expect(file, "type id of the latent cache", wanted.cache_type, found.cache_type, DELTA_UNSUPPORTED);
     expect(file, "bytes of the recurrent state", wanted.recurrent_bytes, found.recurrent_bytes, DELTA_FORMAT);
     expect(file, "bytes of a latent row", wanted.latent_row_bytes, found.latent_row_bytes, DELTA_FORMAT);
@@ -319,7 +328,7 @@ void load_session(Session& session, const char* path) {
     const uint64_t state_offset = offset;
     add_range(file, offset, state_bytes(header), all, state);
     offset += state_bytes(header);
-    std::vector<float> logits(static_cast<size_t>(header.has_logits * header.n_vocab));
+    std::vector<float> logits(size_t{header.has_logits} * header.n_vocab);
     file.read(logits.data(), logits.size() * sizeof(float), offset);
     all.update(logits.data(), logits.size() * sizeof(float));
     offset += logits.size() * sizeof(float);

@@ -15,7 +15,7 @@ namespace delta {
 // Writes a temporary file beside `path` and renames it once it is complete and on disk. Throws Error (IO, STATE after a failed step).
 void save_session(Session& session, const char* path);
 
-// Throws Error: IO, FORMAT (damaged), UNSUPPORTED (another format version, model or cache type), CONTEXT_FULL. The session is as
+// Throws Error: IO, FORMAT (damaged), UNSUPPORTED (another format version, model, value type or cache type), CONTEXT_FULL. The session is as
 // before, unless the file changes or becomes unreadable between its check and its use; then the session is empty.
 void load_session(Session& session, const char* path);
 
