@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace) -> None:
         if options.raw:
             text = llm.generate(prompt, stream=True, **sampling)
             for piece in text:
-                _show(piece)
+                _say(piece)
             result = text.result
         else:
             messages = [{"role": "system", "content": options.system}] if options.system else []
@@ -124,10 +124,10 @@ def _run(options: argparse.Namespace) -> None:
                 for delta in reply:
                     dim(bool(delta.reasoning))
                     if not (options.hide_reasoning and delta.reasoning):
-                        _show(delta.reasoning or delta.content)
+                        _say(delta.reasoning or delta.content)
             result = reply.result
             for call in result.tool_calls:
-                _show(f"\n[call {call['function']['name']} {call['function']['arguments']}]")
+                _say(f"\n[call {call['function']['name']} {call['function']['arguments']}]")
         _show("\n")
         if result.finish_reason == "length":
             print("(cut: no tokens left)", file=sys.stderr)
@@ -142,6 +142,15 @@ def _read_prompt() -> str:
     if sys.stdin is None:
         raise ArgumentError("standard input is closed: there is no prompt to read")
     return sys.stdin.read()
+
+
+# Control characters, C0 and C1, but tab, line feed and carriage return.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n\r"}
+
+
+def _say(text: str) -> None:
+    """Shows text of the model. A terminal obeys control sequences, and a model is not to give it orders."""
+    _show(text.translate(_ESCAPES) if sys.stdout.isatty() else text)
 
 
 def _show(text: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -60,6 +62,23 @@ def test_run_raw_reads_standard_input(model: str) -> None:
     with Llama(model) as llm:
         assert result.stdout == llm.generate("The model", max_tokens=8, temperature=0) + "\n"
     assert result.returncode == 0
+
+
+def test_a_terminal_gets_no_control_sequences_from_the_model(model: str) -> None:
+    arguments = [sys.executable, "-m", "deltallama", "run", model, "Hi", "--raw", "-n", "400", "--seed", "1"]
+    arguments += ["--temperature", "3", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--stop", "\x01never"]
+    piped = subprocess.run(arguments, capture_output=True, check=True, timeout=300).stdout
+    assert any(byte < 0x20 and byte not in b"\t\n\r" for byte in piped)  # a random model says everything
+    leader, follower = pty.openpty()
+    shown = b""
+    with subprocess.Popen(arguments, stdout=follower, stderr=subprocess.DEVNULL) as process:
+        os.close(follower)
+        with contextlib.suppress(OSError):  # EIO: the other side was closed
+            while piece := os.read(leader, 1 << 16):
+                shown += piece
+    os.close(leader)
+    assert process.returncode == 0 and b"\\x" in shown
+    assert not any(byte < 0x20 and byte not in b"\t\n\r" for byte in shown)
 
 
 def test_run_repeats_with_a_seed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
