@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from gguf_ext import Plan, PlannedTensor
+from gguf_ext import GGUFError, Plan, PlannedTensor
 from gguf_ext import constants as c
 from gguf_ext.constants import GGMLQuantizationType, GGUFValueType, LlamaFileType
 from gguf_ext.metadata import GENERATION_CONFIG, MODEL_CARD, Metadata, fill_template
@@ -220,9 +220,16 @@ def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | N
 
 
 def _verify(request: Request, outputs: Sequence[Output]) -> None:
+    problems = []
     for output in outputs:
-        verify_file(output, on_digest=request.on_digest, progress=request.progress, threads=request.threads)
-        log.info("%s: every byte is what its source gives", output.path)
+        try:
+            verify_file(output, on_digest=request.on_digest, progress=request.progress, threads=request.threads)
+        except GGUFError as error:
+            problems.append(str(error))
+        else:
+            log.info("%s: every byte is what its source gives", output.path)
+    if problems:
+        raise GGUFError("\n".join(problems))
 
 
 def _file_facts(request: Request) -> dict[str, str]:

@@ -26,7 +26,7 @@ from .plan import Plan, PlannedTensor
 from .writer import Confirm, Output, Progress, check_space, check_target
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
-_SIZE = re.compile(r"(\d+)([KMG]?)")
+_SIZE = re.compile(r"([0-9]+)([KMG]?)")
 MAX_FILES = 65535  # split.count is 16 bits wide
 
 log = logging.getLogger("gguf_ext")
@@ -179,13 +179,8 @@ class OutputSet:
         if not first.set_is_complete:
             missing = [n for n, output in enumerate(self.outputs, start=1) if not output.is_finished()]
             if missing and ours.journal_path.exists():  # else another process has just taken all journals away
-                finished = len(self.outputs) - len(missing)
-                log.info(
-                    "%d of %d files are finished; missing: %s",
-                    finished,
-                    len(self.outputs),
-                    ", ".join(map(str, missing)),
-                )
+                count = len(self.outputs)
+                log.info("%d of %d files are finished; missing: %s", count - len(missing), count, _ranges(missing))
                 return False
             if len(self.outputs) > 1:
                 with contextlib.suppress(OSError):  # it only matters if we are killed between the next lines
