@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from sys import intern
 from typing import Any, ClassVar, TypeVar
 
 from gguf_ext import Plan, PlannedTensor
@@ -173,7 +174,7 @@ class Converter(ABC):
     # --- the plan -----------------------------------------------------------------------------------------------------
     def auto_outtype(self, checkpoint: Checkpoint) -> str:
         """The type of the checkpoint's first float matrix if that is 16 bits wide, else f16."""
-        for source in self._text_tensors(checkpoint).values():
+        for source in self._stored(checkpoint) if self.compressed is None else self._text_tensors(checkpoint).values():
             if len(source.shape) >= 2 and source.dtype in FLOAT_DTYPES:
                 return "bf16" if source.dtype == "BF16" else "f16"
         return "f16"
@@ -190,7 +191,8 @@ class Converter(ABC):
         text = self._text_tensors(checkpoint)
         groups, experts = self._match(text)
         compressed.prepare(text)
-        order = {source.name: number for number, source in enumerate(text.values())}
+        # Packed experts, nearly all tensors of a large model, have their place anyway.
+        order = {source.name: number for number, source in enumerate(text.values()) if source.dtype != "U8"}
 
         def last(sources: Iterable[Source]) -> int:
             return max(order[source.name] for source in sources)
@@ -210,15 +212,19 @@ class Converter(ABC):
         rest.sort(key=lambda entry: entry[0])
         return first + [output for _, outputs in rest for output in outputs]
 
+    def _stored(self, checkpoint: Checkpoint) -> Iterator[Source]:
+        """The text model's tensors as they are stored, in checkpoint order."""
+        for name, source in checkpoint.tensors.items():
+            if not name.startswith(self.ignored) and not name.endswith(".rotary_emb.inv_freq"):
+                yield source
+
     def _text_tensors(self, checkpoint: Checkpoint) -> dict[str, Source]:
         """The text model's tensors by their published names without prefix, in checkpoint order."""
         stacks = {stack.hf: stack for stack in self.stacks()}
         endings = tuple(stacks)
         text: dict[str, Source] = {}
-        for name, source in checkpoint.tensors.items():
-            if name.startswith(self.ignored) or name.endswith(".rotary_emb.inv_freq"):
-                continue
-            short = published_name(name.removeprefix(self.prefix), self.renames)
+        for source in self._stored(checkpoint):
+            short = published_name(source.name.removeprefix(self.prefix), self.renames)
             parts = [(short, source)]
             if short.endswith(endings) and (match := _LAYER.match(short)):
                 stack = stacks.get(short[match.end() :])
@@ -246,7 +252,8 @@ class Converter(ABC):
                 continue
             match = _EXPERT.fullmatch(name)
             if match and int(match[1]) in experts:
-                experts[int(match[1])][int(match[2]), match[3], match[4]] = source
+                part = int(match[2]), intern(match[3]), intern(match[4])  # else half a million strings
+                experts[int(match[1])][part] = source
             else:
                 unexpected.append(source)
         missing = [name for name in rows if name not in text]
