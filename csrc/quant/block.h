@@ -50,6 +50,14 @@ static inline float factor_as_f16(float value) {
 // Four-bit codes of 32 values in 16 bytes: value j < 16 in the low half of byte j, value j + 16 in its high half.
 static inline int32_t nibble32(const uint8_t* qs, int64_t j) { return j < 16 ? qs[j] & 15 : qs[j - 16] >> 4; }
 
+// 32 codes of four bits, one per byte, as nibble32 finds them.
+static inline void store_nibbles32(const uint8_t* q, uint8_t* qs) {
+    uint64_t codes[4];  // eight at a time: no code reaches into the next byte
+    std::memcpy(codes, q, sizeof codes);
+    const uint64_t packed[2] = {codes[0] | codes[2] << 4, codes[1] | codes[3] << 4};
+    std::memcpy(qs, packed, sizeof packed);
+}
+
 // 1 / d, and 0 where that is not finite: such a d is zero as an f16, so every code decodes to zero (or to the block's minimum).
 static inline float finite_reciprocal(float d) {
     const float inverse = 1.0f / d;
@@ -72,11 +80,19 @@ static inline float largest_magnitude(const float* x, int64_t n) { return f32_fr
 // The first value of the largest magnitude, with its sign.
 static inline float first_extreme(const float* x, int64_t n) {
     const uint32_t largest = largest_bits(x, n);
-    float extreme = x[0];
-    for (int64_t i = n; i-- > 0;) {
-        extreme = (f32_bits(x[i]) & 0x7fffffff) == largest ? x[i] : extreme;
+    uint32_t positive = 0, negative = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        positive |= f32_bits(x[i]) == largest;
+        negative |= f32_bits(x[i]) == (largest | 0x80000000);
     }
-    return extreme;
+    if (positive & negative) {
+        int64_t i = 0;
+        while ((f32_bits(x[i]) & 0x7fffffff) != largest) {
+            ++i;
+        }
+        return x[i];
+    }
+    return f32_from_bits(positive ? largest : largest | 0x80000000);
 }
 
 }  // namespace delta

@@ -2,7 +2,7 @@
 // (and b) solve the normal equations, and for given s (and b) the best codes are the nearest ones. The error as a function of s has many
 // local minima, so a search starts from a row of scales around the obvious one and improves the best of them by turns.
 //
-// Eight groups are searched at once, one per lane (lanes.h). Weights are the importance of each column, or all one.
+// Several groups are searched at once, one per lane (lanes.h). Weights are the importance of each column, or all one.
 #pragma once
 
 #include "quant/lanes.h"

@@ -11,14 +11,11 @@ struct Range {
     float min, max;
 };
 
-// Of n values, a multiple of 8.
+// Of n values, a multiple of the lanes.
 inline Range range_of(const float* x, int64_t n) {
-    Lanes low, high;
-    std::memcpy(&low, x, sizeof low);
-    high = low;
+    Lanes low = load_lanes(x), high = low;
     for (int64_t i = kLanes; i < n; i += kLanes) {
-        Lanes next;
-        std::memcpy(&next, x + i, sizeof next);
+        const Lanes next = load_lanes(x + i);
         low = min(low, next);
         high = max(high, next);
     }
@@ -37,7 +34,7 @@ inline Lanes each_as_f16(Lanes values) {
     return values;
 }
 
-// Up to eight blocks of 32 from block `first` on: x and weights in lanes; without importance all weights are one.
+// Up to as many blocks of 32 as there are lanes, from block `first` on: x and weights in lanes; without importance all weights are one.
 inline void load_blocks(const float* src, const float* importance, int64_t first, int64_t n_blocks, Lanes* x, Lanes* w) {
     load_groups<32>(src + 32 * first, n_blocks, x);
     if (importance != nullptr) {

@@ -12,7 +12,7 @@ namespace {
 constexpr int kSuperBlock = 256;
 
 
-// Groups of N in lanes: set l holds groups 8 l .. 8 l + 7.
+// Groups of N in lanes: lane g of set l holds group kLanes * l + g.
 template <int N>
 struct SuperBlock {
     static constexpr int kSets = kSuperBlock / N / kLanes;
@@ -47,38 +47,39 @@ inline ScaledSuperBlock<N> choose_scales(const Codes& codes, const SuperBlock<N>
     ScaledSuperBlock<N> chosen;
     chosen.d = factor_as_f16(d);
     const float inverse = finite_reciprocal(chosen.d);
-    Lanes total{};
+    Lanes errors[SuperBlock<N>::kSets];
     for (int l = 0; l < SuperBlock<N>::kSets; ++l) {
         const Lanes middle = clamp(round_even(clamp(wish[l] * inverse, 2 * low, 2 * high)), low, high);
         Lanes best = scaled_error<N>(codes, block.x[l], block.w[l], chosen.d * middle);
         chosen.scales[l] = middle;
-        for (const float away : {-1.0f, 1.0f}) {
-            const Lanes scale = clamp(middle + away, low, high);
+        for (int away = -1; away <= 1; away += 2) {
+            const Lanes scale = clamp(middle + static_cast<float>(away), low, high);
             const Lanes error = scaled_error<N>(codes, block.x[l], block.w[l], chosen.d * scale);
             chosen.scales[l] = select(error < best, scale, chosen.scales[l]);
             best = min(error, best);
         }
-        total += best;
+        errors[l] = best;
     }
-    chosen.error = sum(total);
+    chosen.error = sum(errors, SuperBlock<N>::kSets);
     return chosen;
 }
 
 // The best factor for given integers and the codes that go with them.
 template <int N, class Codes>
 inline float refit_scale(const Codes& codes, const SuperBlock<N>& block, const ScaledSuperBlock<N>& chosen) {
-    Lanes xv{}, vv{};
-    for (int l = 0; l < SuperBlock<N>::kSets; ++l) {
+    constexpr int kSets = SuperBlock<N>::kSets;
+    Lanes xv[kSets] = {}, vv[kSets] = {};
+    for (int l = 0; l < kSets; ++l) {
         const Lanes inverse = ratio(splat(1), chosen.d * chosen.scales[l]);
         for (int j = 0; j < N; ++j) {
             const Lanes v = chosen.scales[l] * codes.nearest(block.x[l][j] * inverse);
             const Lanes wv = block.w[l][j] * v;
-            xv += wv * block.x[l][j];
-            vv += wv * v;
+            xv[l] += wv * block.x[l][j];
+            vv[l] += wv * v;
         }
     }
-    const float square = sum(vv);
-    return square > 0 ? sum(xv) / square : 0;
+    const float square = sum(vv, kSets);
+    return square > 0 ? sum(xv, kSets) / square : 0;
 }
 
 // x ~ d * scale * code with low <= scale <= high; replaces x by the code values.
@@ -93,14 +94,14 @@ inline ScaledSuperBlock<N> fit_scaled_super(const Codes& codes, SuperBlock<N>& b
             extreme = __builtin_fabsf(wish[l][g]) > __builtin_fabsf(extreme) ? wish[l][g] : extreme;
         }
     }
-    ScaledSuperBlock<N> best = choose_scales<N>(codes, block, wish, extreme / low, low, high);
-    for (const float stretch : {0.96f, 1.04f, -1.0f}) {
-        const float d = stretch < 0 ? extreme / high : extreme / (low * stretch);
+    // The largest scale as the lowest integer, a little within or beyond it, or as the highest.
+    const float factors[] = {extreme / low, extreme / (1.04f * low), extreme / (0.96f * low), extreme / high};
+    ScaledSuperBlock<N> best;
+    for (int k = 0; k < 5; ++k) {
+        const float d = k < 4 ? factors[k] : refit_scale<N>(codes, block, best);
         const ScaledSuperBlock<N> other = choose_scales<N>(codes, block, wish, d, low, high);
-        best = other.error < best.error ? other : best;
+        best = k == 0 || other.error < best.error ? other : best;
     }
-    const ScaledSuperBlock<N> other = choose_scales<N>(codes, block, wish, refit_scale<N>(codes, block, best), low, high);
-    best = other.error < best.error ? other : best;
     for (int l = 0; l < kSets; ++l) {
         const Lanes inverse = ratio(splat(1), best.d * best.scales[l]);
         for (int j = 0; j < N; ++j) {
@@ -125,7 +126,7 @@ inline AffineSuperBlock<N> choose_steps(const SuperBlock<N>& block, const Affine
     chosen.d = factor_as_f16(d);
     chosen.dmin = factor_as_f16(dmin);
     const float inverse = finite_reciprocal(chosen.d), inverse_min = finite_reciprocal(chosen.dmin);
-    Lanes total{};
+    Lanes errors[SuperBlock<N>::kSets];
     for (int l = 0; l < SuperBlock<N>::kSets; ++l) {
         const Lanes scale = clamp(round_even(clamp(wish[l].scale * inverse, -1, 2 * high)), 0, high);
         const Lanes least = clamp(round_even(clamp(wish[l].base * -inverse_min, -1, 2 * high)), 0, high);
@@ -139,31 +140,33 @@ inline AffineSuperBlock<N> choose_steps(const SuperBlock<N>& block, const Affine
             chosen.mins[l] = select(better, m, chosen.mins[l]);
             best = select(better, error, best);
         }
-        total += best;
+        errors[l] = best;
     }
-    chosen.error = sum(total);
+    chosen.error = sum(errors, SuperBlock<N>::kSets);
     return chosen;
 }
 
 // The best factors for given integers and the codes that go with them: least squares in (d, dmin).
 template <int N>
 inline void refit_steps(const SuperBlock<N>& block, const AffineSuperBlock<N>& chosen, float n, float& d, float& dmin) {
-    Lanes vv{}, mm{}, vm{}, xv{}, xm{};  // v = scale * q, m = -min
-    for (int l = 0; l < SuperBlock<N>::kSets; ++l) {
+    constexpr int kSets = SuperBlock<N>::kSets;
+    Lanes vv[kSets] = {}, mm[kSets] = {}, vm[kSets] = {}, xv[kSets] = {}, xm[kSets] = {};  // v = scale * q, m = -min
+    for (int l = 0; l < kSets; ++l) {
         const Lanes base = -(chosen.dmin * chosen.mins[l]), m = -chosen.mins[l];
         const Lanes inverse = ratio(splat(1), chosen.d * chosen.scales[l]);
         for (int j = 0; j < N; ++j) {
             const Lanes x = block.x[l][j], w = block.w[l][j];
             const Lanes v = chosen.scales[l] * nearest_step((x - base) * inverse, n);
             const Lanes wv = w * v, wm = w * m;
-            vv += wv * v;
-            mm += wm * m;
-            vm += wv * m;
-            xv += wv * x;
-            xm += wm * x;
+            vv[l] += wv * v;
+            mm[l] += wm * m;
+            vm[l] += wv * m;
+            xv[l] += wv * x;
+            xm[l] += wm * x;
         }
     }
-    const double a = sum(vv), b = sum(vm), c = sum(mm), p = sum(xv), q = sum(xm), determinant = a * c - b * b;
+    const double a = sum(vv, kSets), b = sum(vm, kSets), c = sum(mm, kSets), p = sum(xv, kSets), q = sum(xm, kSets);
+    const double determinant = a * c - b * b;
     d = chosen.d;
     dmin = chosen.dmin;
     if (determinant > 1e-6 * a * c) {

@@ -30,14 +30,9 @@ static inline void from_float_q4_0(const float* src, void* dst, int64_t n) {
         const float d = first_extreme(x, 32) / -8;
         const float inverse = finite_reciprocal(d);
         store_f16(blocks[b].d, inverse == 0 && d != 0 ? -0.0f : d);
-        int32_t q[32];
-        for (int64_t j = 0; j < 32; ++j) {
-            const auto code = static_cast<int32_t>(x[j] * inverse + 8.5f);
-            q[j] = code < 15 ? code : 15;
-        }
-        for (int64_t j = 0; j < 16; ++j) {
-            blocks[b].qs[j] = static_cast<uint8_t>(q[j] | q[j + 16] << 4);
-        }
+        uint8_t q[32];
+        store_steps(x, 0, inverse, 8.5f, 15, q);
+        store_nibbles32(q, blocks[b].qs);
     }
 }
 
@@ -45,9 +40,11 @@ static inline void from_weighted_q4_0(const float* src, const float* importance,
     auto* blocks = static_cast<BlockQ4_0*>(dst);
     fit_scaled_blocks(SignedCodes{8}, src, importance, n, 9, 0.1f, [blocks](int64_t b, float d, const int32_t* q) {
         store_f16(blocks[b].d, d);
-        for (int64_t j = 0; j < 16; ++j) {
-            blocks[b].qs[j] = static_cast<uint8_t>((q[j] + 8) | (q[j + 16] + 8) << 4);
+        uint8_t codes[32];
+        for (int64_t j = 0; j < 32; ++j) {
+            codes[j] = static_cast<uint8_t>(q[j] + 8);
         }
+        store_nibbles32(codes, blocks[b].qs);
     });
 }
 

@@ -33,14 +33,9 @@ static inline void from_float_q4_1(const float* src, void* dst, int64_t n) {
         const float inverse = finite_reciprocal(d);
         store_f16(blocks[b].d, d);
         store_f16(blocks[b].m, inverse == 0 && d != 0 ? 0.0f : range.min + 0.0f);
-        int32_t q[32];
-        for (int64_t j = 0; j < 32; ++j) {
-            const auto code = static_cast<int32_t>((x[j] - range.min) * inverse + 0.5f);
-            q[j] = code < 15 ? code : 15;
-        }
-        for (int64_t j = 0; j < 16; ++j) {
-            blocks[b].qs[j] = static_cast<uint8_t>(q[j] | q[j + 16] << 4);
-        }
+        uint8_t q[32];
+        store_steps(x, range.min, inverse, 0.5f, 15, q);
+        store_nibbles32(q, blocks[b].qs);
     }
 }
 
@@ -49,9 +44,11 @@ static inline void from_weighted_q4_1(const float* src, const float* importance,
     fit_affine_blocks(src, importance, n, 15, [blocks](int64_t b, float d, float m, const int32_t* q) {
         store_f16(blocks[b].d, d);
         store_f16(blocks[b].m, m);
-        for (int64_t j = 0; j < 16; ++j) {
-            blocks[b].qs[j] = static_cast<uint8_t>(q[j] | q[j + 16] << 4);
+        uint8_t codes[32];
+        for (int64_t j = 0; j < 32; ++j) {
+            codes[j] = static_cast<uint8_t>(q[j]);
         }
+        store_nibbles32(codes, blocks[b].qs);
     });
 }
 

@@ -14,15 +14,18 @@ struct BlockQ5_0 {
 static_assert(sizeof(BlockQ5_0) == 22 && alignof(BlockQ5_0) == 1);
 
 // Splits 32 codes of 5 bits (Q5_0, Q5_1).
-static inline void store_codes_q5(const int32_t* q, uint8_t* qh, uint8_t* qs) {
-    uint32_t high = 0;
-    for (int64_t j = 0; j < 32; ++j) {
-        high |= static_cast<uint32_t>(q[j] >> 4) << j;
+static inline void store_codes_q5(const uint8_t* q, uint8_t* qh, uint8_t* qs) {
+    constexpr uint64_t kFifth = 0x0101010101010101, kGather = 0x0102040810204080;
+    uint64_t codes[4];
+    std::memcpy(codes, q, sizeof codes);
+    for (int k = 0; k < 4; ++k) {
+        // The product moves bit 0 of byte i to bit 56 + i; no two of its terms meet.
+        qh[k] = static_cast<uint8_t>((codes[k] >> 4 & kFifth) * kGather >> 56);
+        codes[k] &= 15 * kFifth;
     }
-    store_u32(qh, high);
-    for (int64_t j = 0; j < 16; ++j) {
-        qs[j] = static_cast<uint8_t>((q[j] & 15) | (q[j + 16] & 15) << 4);
-    }
+    uint8_t low[32];
+    std::memcpy(low, codes, sizeof low);
+    store_nibbles32(low, qs);
 }
 
 static inline int32_t code_q5(uint32_t high, const uint8_t* qs, int64_t j) {
@@ -48,11 +51,8 @@ static inline void from_float_q5_0(const float* src, void* dst, int64_t n) {
         const float d = first_extreme(x, 32) / -16;
         const float inverse = finite_reciprocal(d);
         store_f16(blocks[b].d, inverse == 0 && d != 0 ? -0.0f : d);
-        int32_t q[32];
-        for (int64_t j = 0; j < 32; ++j) {
-            const auto code = static_cast<int32_t>(x[j] * inverse + 16.5f);
-            q[j] = code < 31 ? code : 31;
-        }
+        uint8_t q[32];
+        store_steps(x, 0, inverse, 16.5f, 31, q);
         store_codes_q5(q, blocks[b].qh, blocks[b].qs);
     }
 }
@@ -60,9 +60,9 @@ static inline void from_float_q5_0(const float* src, void* dst, int64_t n) {
 static inline void from_weighted_q5_0(const float* src, const float* importance, void* dst, int64_t n) {
     auto* blocks = static_cast<BlockQ5_0*>(dst);
     fit_scaled_blocks(SignedCodes{16}, src, importance, n, 9, 0.1f, [blocks](int64_t b, float d, const int32_t* q) {
-        int32_t codes[32];
+        uint8_t codes[32];
         for (int64_t j = 0; j < 32; ++j) {
-            codes[j] = q[j] + 16;
+            codes[j] = static_cast<uint8_t>(q[j] + 16);
         }
         store_f16(blocks[b].d, d);
         store_codes_q5(codes, blocks[b].qh, blocks[b].qs);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "quant/block.h"
+#include "quant/lanes.h"
 
 namespace delta {
 
@@ -29,12 +30,11 @@ static inline void from_float_q8_0(const float* src, void* dst, int64_t n) {
         const float d = largest_magnitude(x, 32) / 127.0f;
         const float inverse = finite_reciprocal(d);
         store_f16(blocks[b].d, d);
-        for (int64_t j = 0; j < 32; ++j) {
-            const float scaled = x[j] * inverse;
-            const auto whole = static_cast<int32_t>(scaled);
-            const float rest = scaled - static_cast<float>(whole);
-            blocks[b].qs[j] = static_cast<int8_t>(whole + (rest >= 0.5f) - (rest <= -0.5f));
+        IntLanes q[32 / kLanes];
+        for (int k = 0; k < 32 / kLanes; ++k) {
+            q[k] = round_away(load_lanes(x + kLanes * k) * inverse);
         }
+        store_bytes(q, blocks[b].qs);
     }
 }
 
