@@ -26,10 +26,13 @@ from .types import Types
 # of a large machine fit in the memory of the pipeline.
 SLAB_VALUES = 1 << 19
 PACKED_SLAB_VALUES = 1 << 22
-_VALUE_MEMORY = 8  # bytes: as stored, as float32, as written
+_VALUE_MEMORY = 8  # bytes: as stored, as float32 where the native library is not built, as written
 _PACKED_VALUE_MEMORY = 2
 
 Sources = Mapping[str, Source]  # by the name in the converter's table
+
+# What the quantizers take without the way through float32; BF16 as its bits.
+_STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 # The bits of the exponent: all of them set means infinite or not a number.
 _EXPONENTS = {
@@ -125,7 +128,7 @@ class SplitKvB:
 
         def head(index: int, first: int, count: int) -> np.ndarray:
             row = index * (self.nope + self.v) + first
-            return source.floats(row * latent, count * latent).reshape(count, latent)
+            return _stored(source, latent, row, count)
 
         def produce_k(first: int, count: int) -> np.ndarray:
             index = first // latent  # one head is a piece
@@ -204,14 +207,18 @@ def _rows(source: Source, row_length: int, type_: GGMLQuantizationType, first: i
     exponent = _EXPONENTS.get((type_, source.dtype))
     if exponent is not None:
         return _same(source, row_length, exponent, first, count)
-    rows = source.floats(first * row_length, count * row_length).reshape(count, row_length)
-    return quantize_rows(rows, type_, source.name, first)
+    return quantize_rows(_stored(source, row_length, first, count), type_, source.name, first)
+
+
+def _stored(source: Source, row_length: int, first: int, count: int) -> np.ndarray:
+    """`count` rows from row `first` as they are stored."""
+    raw = source.raw(first * row_length, count * row_length)
+    return raw.view(_STORED[source.dtype]).reshape(count, row_length)
 
 
 def _same(source: Source, row_length: int, exponent: np.unsignedinteger, first: int, count: int) -> np.ndarray:
     """The bytes as they are, without the way through float32, which would cost most of the time of such a copy."""
-    raw = source.raw(first * row_length, count * row_length)
-    bits: np.ndarray = raw.view(exponent.dtype.newbyteorder("<")).reshape(count, row_length)
+    bits: np.ndarray = _stored(source, row_length, first, count).view(exponent.dtype)
     special = (bits & exponent) == exponent
     if special.any():
         row, column = np.argwhere(special)[0]
