@@ -29,13 +29,6 @@ from .types import Types
 ONE = "1"  # an axis of length one
 MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # far beyond any model; a damaged count must not become a loop without end
 
-OUTTYPES = {
-    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
-    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
-    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
-    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-}
-
 _EXPERT = re.compile(
     r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.(weight|weight_packed|weight_scale)"
 )
@@ -108,10 +101,11 @@ class Converter(ABC):
 
     # --- what a model class provides ----------------------------------------------------------------------------------
     n_experts: int
+    kda_layers: set[int]
 
     @abstractmethod
     def read_config(self) -> None:
-        """Check the configuration; set `n_experts` (0: no layer has any) and fill `widths`."""
+        """Check the configuration; set `n_experts` (0: no layer has any) and `kda_layers`, fill `widths`."""
 
     @abstractmethod
     def model_rows(self) -> Iterable[Row]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from gguf_ext import GGUFError
 from gguf_ext.split import Limits, parse_size
 
-from .base import OUTTYPES, supported_architectures
+from .base import supported_architectures
 from .errors import ConversionError
 from .run import AUTO, Request, run
+from .types import OUTTYPES, parse_override
 from .validate import Findings, validate
 
 _REDRAW_SECONDS = 0.2
@@ -43,6 +44,15 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         choices=(*OUTTYPES, AUTO),
         default=AUTO,
         help="type of the matrices; auto keeps the checkpoint's 16-bit type; packed experts stay MXFP4 (default: auto)",
+    )
+    p.add_argument(
+        "--tensor-type",
+        metavar="PATTERN=TYPE",
+        type=_tensor_type,
+        action="append",
+        default=[],
+        help="another type for matrices in whose name the regular expression is found; may be repeated, the first that "
+        "is found decides",
     )
     p.add_argument("--force", action="store_true", help="replace an existing output")
     p.add_argument(
@@ -114,6 +124,13 @@ def _add_split(group: argparse._ArgumentGroup) -> None:
         type=_numbers,
         help="write these files of the split only, counted from 1; others may be written meanwhile by other machines",
     )
+
+
+def _tensor_type(text: str) -> str:
+    try:
+        return parse_override(text).text
+    except ConversionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _size(text: str) -> int:
@@ -195,6 +212,7 @@ def _request(arguments: argparse.Namespace, bar: _Progress | None) -> Request:
         arguments.outfile,
         arguments.outtype,
         arguments.force,
+        tensor_types=arguments.tensor_type,
         remote=arguments.remote,
         revision=arguments.revision,
         restart=arguments.restart,

@@ -19,12 +19,12 @@ from gguf_ext.split import Limits, OutputSet
 from gguf_ext.verify import OnDigest, verify_file
 from gguf_ext.writer import Output, Progress
 
-from .base import OUTTYPES, Converter, get_converter
+from .base import Converter, get_converter
 from .checkpoint import Checkpoint
 from .config import Config
 from .errors import ConversionError
 from .shards import LocalStore, Store
-from .types import Types
+from .types import OUTTYPES, Types, parse_override
 from .vocab import CONFIG_NAME as TOKENIZER_CONFIG
 from .vocab import RANKS_NAME, Vocabulary, read_vocabulary
 
@@ -44,7 +44,8 @@ class Request:
         remote: `model_dir` is ORG/NAME on the hub, at `revision` (default "main"); nothing is kept but the output.
         outfile: a file, a file name with `{ftype}` or `{outtype}` in it, or a folder; by default the model folder, or
             `ORG-NAME-{ftype}.gguf` of a remote model.
-        outtype: "f32", "f16", "bf16", "q8_0", or "auto": the checkpoint's own 16-bit type. Packed experts stay MXFP4.
+        outtype: one of `types.OUTTYPES`, or "auto": the checkpoint's own 16-bit type. Packed experts stay MXFP4.
+        tensor_types: "PATTERN=TYPE" for matrices whose names the regular expression is found in; the first decides.
         force: replace an existing output.
         restart: throw away what an unfinished run has left, instead of continuing it.
         dry_run: check and plan everything, write nothing.
@@ -61,6 +62,7 @@ class Request:
     outfile: str | Path | None = None
     outtype: str = AUTO
     force: bool = False
+    tensor_types: Sequence[str] = ()
     remote: bool = False
     revision: str | None = None
     restart: bool = False
@@ -136,7 +138,7 @@ def local_request(request: Request) -> Iterator[tuple[Request, Store]]:
 
 def plan_vocabulary(request: Request, converter: Converter, vocabulary: Vocabulary) -> tuple[Plan, Path]:
     """Keys and vocabulary without tensors, and the name of their file."""
-    file_type = OUTTYPES.get(request.outtype, OUTTYPES["f16"])[1]
+    file_type = OUTTYPES.get(request.outtype, OUTTYPES["f16"]).file_type
     described = _describe(request, converter, ())
     plan = _plan(converter, described, file_type)
     vocabulary.add_fields(plan)
@@ -148,9 +150,11 @@ def plan_file(
 ) -> tuple[Plan, Path]:
     """Everything the output will hold, and its name."""
     outtype = converter.auto_outtype(checkpoint) if request.outtype == AUTO else request.outtype
-    wanted, file_type = OUTTYPES[outtype]
-    types = Types(wanted)
+    file_type = OUTTYPES[outtype].file_type
+    overrides = [parse_override(text) for text in request.tensor_types]
+    types = Types(OUTTYPES[outtype], overrides, converter.n_layers, converter.kda_layers)
     tensors = converter.plan_tensors(checkpoint, types)
+    types.check_overrides(tensor.name for tensor in tensors)
     for warning in types.warnings:
         log.warning("%s", warning)
     if any(tensor.type == GGMLQuantizationType.MXFP4 for tensor in tensors):
@@ -189,7 +193,12 @@ def _target(folder: Path, outfile: str | Path | None, default_name: str, file_ty
 
 def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | None) -> list[Path]:
     folder = Path(request.model_dir)
-    facts = {"outtype": request.outtype, "vocab_only": str(request.vocab_only), **_file_facts(request)}
+    facts = {
+        "outtype": request.outtype,
+        "tensor_types": " ".join(request.tensor_types),
+        "vocab_only": str(request.vocab_only),
+        **_file_facts(request),
+    }
     facts |= _shard_facts(checkpoint)
     outputs = OutputSet(plan, path, facts, request.limits)
     selected = outputs.select(request.only)

@@ -20,8 +20,7 @@ from conversion import ConversionError
 from conversion.base import Converter, Dependence
 from conversion.checkpoint import Checkpoint
 from conversion.config import Config
-from conversion.types import Types
-from gguf_ext.constants import GGMLQuantizationType
+from conversion.types import OUTTYPES, Types
 from tiny_files import Checkpoint as HfCheckpoint
 from tiny_files import write_json, write_safetensors
 
@@ -65,7 +64,7 @@ def converter_of(folder: Path) -> Converter:
 def problem(folder: Path) -> str:
     """What planning says, without a vocabulary or an output."""
     with pytest.raises(ConversionError) as caught, Checkpoint(folder) as checkpoint:
-        converter_of(folder).plan_tensors(checkpoint, Types(GGMLQuantizationType.F32))
+        converter_of(folder).plan_tensors(checkpoint, Types(OUTTYPES["f32"]))
     return str(caught.value)
 
 
