@@ -163,13 +163,17 @@ def write_shard(path: Path, tensors: Tensors) -> int:
 
 
 def tokens(count: int, seed: int = 0) -> list[bytes]:
-    """Byte-level tokens by rank: all bytes, then ever longer joins of two earlier ones, as byte pair encoding learns
-    them."""
+    """Byte-level tokens by rank: all bytes, then joins of two earlier ones, early ones more often, as byte pair
+    encoding learns them: 6 to 7 bytes on average."""
     rng = random.Random(seed)
+
+    def earlier() -> bytes:
+        return found[int(len(found) * rng.random() ** 4)]
+
     found = [bytes((byte,)) for byte in range(256)]
     known = set(found)
     while len(found) < count:
-        token = rng.choice(found) + rng.choice(found)
+        token = earlier() + earlier()
         if len(token) <= MAX_TOKEN_BYTES and token not in known:
             known.add(token)
             found.append(token)

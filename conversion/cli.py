@@ -96,7 +96,10 @@ def _add_writing(group: argparse._ArgumentGroup) -> None:
         "--verify-only", action="store_true", help="compare an existing output with the source, write nothing"
     )
     group.add_argument(
-        "--threads", metavar="N", type=_positive, help="threads that make and write tensors (default: processors + 1)"
+        "--threads",
+        metavar="N",
+        type=_positive,
+        help="threads that make and write tensors (default: processors + 1, with --remote 16)",
     )
 
 

@@ -30,6 +30,7 @@ from .vocab import RANKS_NAME, Vocabulary, read_vocabulary
 
 AUTO = "auto"
 CONFIG = "config.json"
+REMOTE_THREADS = 16  # most of which wait for the network
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 log = logging.getLogger("conversion")
@@ -53,7 +54,7 @@ class Request:
         model_name: `general.name`; metadata: JSON file of `general.*` keys.
         limits: of one file of a split; only: the numbers of the files to write, from 1, by default all.
         verify: compare what was written with the source; verify_only: compare what is there, write nothing.
-        threads: that make and write tensors; by default one more than processors.
+        threads: that make and write tensors; by default one more than processors, 16 for a remote model.
         progress: called with tensor name, bytes done and bytes in all.
         on_digest: called with the name and SHA-256 of each tensor and file that was verified.
     """
@@ -133,7 +134,8 @@ def local_request(request: Request) -> Iterator[tuple[Request, Store]]:
 
     with open_remote(str(request.model_dir), request.revision) as model:
         outfile = request.outfile or model.model_id.replace("/", "-") + "-{ftype}.gguf"
-        yield replace(request, model_dir=model.folder, outfile=outfile, remote=False, revision=None), model
+        local = replace(request, model_dir=model.folder, outfile=outfile, remote=False, revision=None)
+        yield replace(local, threads=request.threads or REMOTE_THREADS), model
 
 
 def plan_vocabulary(request: Request, converter: Converter, vocabulary: Vocabulary) -> tuple[Plan, Path]:

@@ -16,7 +16,7 @@ import numpy as np
 WINDOW = 8 << 20  # bytes; at a gigabit per second a request then takes longer than its way
 SMALL = 512 << 10  # a tensor that rides along with the one before it
 HEADER = 1 << 20  # read at first, before anything is known about the file
-BUDGET = 64 << 20  # of all windows that are kept
+BUDGET = 32 << 20  # of all windows that are kept
 
 Fetch = Callable[[int, memoryview], None]  # offset, where to
 

@@ -82,7 +82,9 @@ class Hub:
             server.server_close()
 
     def digest(self, name: str) -> str:
-        return hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
+        """Stands for the digest of a file's content, which would take long for a large one."""
+        status = (self.folder / name).stat()
+        return hashlib.sha256(f"{name} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()
 
     def listing(self) -> dict[str, Any]:
         files = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
@@ -173,18 +175,23 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.cdn and not self._cdn() and name.endswith(".safetensors"):
             headers = {"Location": f"{hub.address('cdn')}/{name}?signature=secret", "X-Linked-ETag": hub.etag(name)}
             return self._answer(request, 302, b"Found. Redirecting", headers, fault)
-        content = (hub.folder / name).read_bytes()
+        size = (hub.folder / name).stat().st_size
         headers = {"ETag": hub.etag(name), **fault.headers}
         if request.range is None or fault.ignore_range:
-            return self._answer(request, 200, content, headers, fault)
+            return self._answer(request, 200, self._content(name, 0, size), headers, fault)
         begin, end = request.range
-        begin, end = begin + fault.shift_range, min(end, len(content))
-        if begin >= len(content):
+        begin, end = begin + fault.shift_range, min(end, size)
+        if begin >= size:
             return self._answer(request, 416, b"beyond", {}, fault)
         if fault.at_most is not None:
             end = min(end, begin + fault.at_most)
-        headers = {"Content-Range": f"bytes {begin}-{end - 1}/{len(content)}"} | headers
-        return self._answer(request, 206, content[begin:end], headers, fault)
+        headers = {"Content-Range": f"bytes {begin}-{end - 1}/{size}"} | headers
+        return self._answer(request, 206, self._content(name, begin, end), headers, fault)
+
+    def _content(self, name: str, begin: int, end: int) -> bytes:
+        with (self.owner.folder / name).open("rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
 
     def _answer(self, request: Request, status: int, body: bytes, headers: dict[str, str], fault: Fault) -> None:
         self.send_response(status)

@@ -17,7 +17,6 @@ import tiny
 from conversion import ConversionError
 from conversion.checkpoint import Checkpoint
 from conversion.shards import LocalShard
-from gguf_ext import GGUFReader
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
@@ -195,9 +194,6 @@ def test_structure_of_the_released_model(tmp_path: Path) -> None:
     n_kda = len(released_k3.config(n_layers)["text_config"]["linear_attn_config"]["kda_layers"])
     # Outside the layers, in each of them, KDA, MLA, the dense layer, the others and their experts, vision.
     assert n == 5 + 6 * n_layers + 14 * n_kda + 8 * (n_layers - n_kda) + 3 + (n_layers - 1) * (8 + 6 * n_experts) + 168
-    path = conversion.convert(tmp_path / "K3", tmp_path / "x.gguf", vocab_only=True)
-    with GGUFReader(path) as reader:
-        assert len(reader.fields["tokenizer.ggml.tokens"]) == 163840
     planned = conversion.convert(tmp_path / "K3", tmp_path / "{ftype}.gguf", dry_run=True)
     assert planned.name == "mxfp4_moe.gguf" and not planned.exists()
 
