@@ -25,7 +25,7 @@ from .types import Types
 # Values that a thread holds at a time: enough that the work outweighs its organisation, small enough that all threads
 # of a large machine fit in the memory of the pipeline.
 SLAB_VALUES = 1 << 19
-PACKED_SLAB_VALUES = 1 << 22
+PACKED_SLAB_VALUES = 1 << 20
 _VALUE_MEMORY = 8  # bytes: as stored, as float32 where the native library is not built, as written
 _PACKED_VALUE_MEMORY = 2
 
