@@ -90,9 +90,15 @@ def repack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     # Eight bytes at a time: a group is a word of elements 0..15 and a word of elements 16..31.
     words = np.ascontiguousarray(packed).view("<u8").reshape(-1, 2)
     first, second = words[:, 0], words[:, 1]
-    even = (first & _LOW_NIBBLES) | ((second & _LOW_NIBBLES) << _NIBBLE)  # bytes 0, 2, ... of each block's codes
-    odd = ((first >> _NIBBLE) & _LOW_NIBBLES) | (second & ~_LOW_NIBBLES)  # bytes 1, 3, ...
-    codes = odd.view(np.uint8).astype("<u2") << np.uint16(8)
+    even, odd = first & _LOW_NIBBLES, first >> _NIBBLE  # bytes 0, 2, ... and 1, 3, ... of each block's codes
+    odd &= _LOW_NIBBLES
+    high = second & _LOW_NIBBLES  # in place from here on: new memory costs more than the operations
+    high <<= _NIBBLE
+    even |= high
+    np.bitwise_and(second, ~_LOW_NIBBLES, out=high)
+    odd |= high
+    codes = odd.view(np.uint8).astype("<u2")
+    codes <<= np.uint16(8)
     codes |= even.view(np.uint8)
     blocks = np.empty(rows * n_groups, dtype=_BLOCK)
     blocks["scale"] = scale.reshape(-1)
