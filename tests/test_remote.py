@@ -170,6 +170,21 @@ def test_dry_run_reads_headers_and_small_files_only(
         assert read <= header + 4096 + 8 * 128 < shard.stat().st_size
 
 
+def test_no_byte_is_fetched_twice(hub: Hub, expected: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed expert and its scales, which are small and lie behind it, are one request."""
+    for name, size in (("HEADER", 4096), ("WINDOW", 10_000), ("SMALL", 200)):
+        monkeypatch.setattr(f"conversion.windows.{name}", size)
+    assert remote(threads=1).read_bytes() == expected
+    for shard in hub.folder.glob("*.safetensors"):
+        asked = [request for request in hub.requests if request.path.endswith(shard.name) and request.server == "cdn"]
+        # What the first request took beyond the header is fetched again, and A_log of each KDA layer.
+        assert sum(request.sent for request in asked) <= shard.stat().st_size + 4096 + 8 * 400
+    with Checkpoint(hub.folder) as checkpoint:
+        scales = {(s.shard.name, s.offset) for s in checkpoint.tensors.values() if s.name.endswith("weight_scale")}
+    begins = {(r.path.rpartition("/")[2], r.range[0]) for r in hub.requests if r.range is not None}
+    assert len(scales) > 100 and not scales & begins
+
+
 def test_an_interrupted_remote_conversion_is_continued(
     hub: Hub, expected: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
