@@ -48,7 +48,10 @@ constexpr int64_t kChunkValues = 16384;
 
 template <class RowFn>
 void for_each_row(RowsShape shape, RowFn fn) {
-    const int64_t chunk = std::max<int64_t>(1, kChunkValues / std::max<int64_t>(shape.n_cols, 1));
+    if (shape.n_cols == 0) {
+        return;  // the pointers may be null
+    }
+    const int64_t chunk = std::max<int64_t>(1, kChunkValues / shape.n_cols);
     const auto run = [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t row = begin; row < end; ++row) {
             fn(row);
