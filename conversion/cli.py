@@ -262,18 +262,26 @@ class _Formatter(logging.Formatter):
 
 
 class _Progress:
-    """One line on a terminal: how much is written, how fast, how long still."""
+    """One line on a terminal: how much is done, how fast, how long still.
+
+    The rate is that of this run: what an earlier one has left does not count, nor the writing when it is verified.
+    """
 
     def __init__(self) -> None:
         self.start = self.drawn = time.monotonic()
+        self.first: int | None = None
+        self.last = 0
         self.width = 0
 
     def __call__(self, name: str, done: int, total: int) -> None:
         now = time.monotonic()
+        if self.first is None or done < self.last:
+            self.first, self.start = done, now
+        self.last = done
         if now - self.drawn < _REDRAW_SECONDS:
             return
         self.drawn = now
-        rate = done / max(now - self.start, 1e-9)
+        rate = (done - self.first) / max(now - self.start, 1e-9)
         left = (total - done) / max(rate, 1.0)
         share = f"{100 * done / total:3.0f} %  {done / 1e9:.2f} of {total / 1e9:.2f} GB"
         text = f"{share}  {rate / 1e6:.0f} MB/s  {left:.0f} s left  {name}"
