@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -355,6 +356,22 @@ def test_progress_counts_to_the_end(tmp_path: Path) -> None:
         one_tensor_plan(zeros), tmp_path / "x.gguf", progress=lambda *event: seen.append(event), threads=3
     )
     assert seen == [("x", size - left, size) for left in (192, 128, 64, 0)]
+
+
+def test_no_thread_outlives_a_failure(tmp_path: Path) -> None:
+    """Whoever still wrote would write into whatever file gets the number of ours."""
+
+    def produce(first: int, count: int) -> bytes:
+        time.sleep(0.05 * first)
+        return bytes(64)
+
+    def progress(name: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:  # the traceback keeps every frame alive
+        write_file(one_tensor_plan(produce), tmp_path / "x.gguf", progress=progress, threads=4)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith(("piece", "sync"))] == []
+    assert caught.traceback and names(tmp_path) == []
 
 
 # ---- row quantization ------------------------------------------------------------------------------------------------

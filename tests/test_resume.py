@@ -4,6 +4,7 @@ bytes."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -311,6 +313,28 @@ def test_a_journal_damaged_within_is_refused(folder: Path) -> None:
     journal.write_bytes(b"\n".join(lines))
     with pytest.raises(GGUFError, match=r"one\.gguf\.journal: line 2 is damaged.*--restart"):
         write(folder / "one.gguf")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"pieces": 14, "digest": ""}, r"one\.gguf\.journal: 14 pieces are said to be there, of 13"),
+        ({"pieces": 12, "digest": ""}, r"one\.gguf\.partial is damaged in tensor c"),
+        ({"pieces": 11, "digest": ""}, r"one\.gguf\.journal: line \d+ is damaged"),
+        ({"pieces": "12"}, r"one\.gguf\.journal: line \d+ is damaged"),
+        ({"peaces": 12}, r"one\.gguf\.journal: line \d+ is damaged"),
+        (["pieces"], r"one\.gguf\.journal: line \d+ is damaged"),
+    ],
+)
+def test_a_record_that_makes_no_sense_is_refused(folder: Path, value: object, message: str) -> None:
+    """With a right checksum, and with a record after it, so that it is not taken for a torn line."""
+    interrupted(folder / "one.gguf")
+    with (folder / "one.gguf.journal").open("ab") as file:
+        for record in (value, {"set": "complete"}):
+            text = json.dumps(record).encode()
+            file.write(b"%08x %s\n" % (crc32(text), text))
+    with pytest.raises(GGUFError, match=message):
+        OutputSet(example_plan(), folder / "one.gguf", FACTS).outputs[0].write()
 
 
 def flip(path: Path, offset: int) -> None:

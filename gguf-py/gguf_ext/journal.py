@@ -121,9 +121,12 @@ class Journal:
             facts = record.get("facts")
             if not isinstance(facts, dict):
                 return False
-            self.facts = facts
+            self.facts = {name: str(value) for name, value in facts.items()}
         elif "pieces" in record:
-            self.records.append(Record(int(record["pieces"]), str(record["digest"])))
+            end = record["pieces"]
+            if not isinstance(end, int) or end <= self.n_pieces:
+                return False
+            self.records.append(Record(end, str(record.get("digest"))))
         elif "complete" in record:
             self.is_complete = True
         elif "set" in record:

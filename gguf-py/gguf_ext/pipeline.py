@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -30,12 +30,12 @@ def in_order(
     threads: int,
     memory: Callable[[_J], int],
     limit: int = MEMORY,
-) -> Iterator[tuple[_J, _R]]:
+) -> Generator[tuple[_J, _R], None, None]:
     """Yield (job, `work(job)`) in the order of `jobs`.
 
     Jobs that are begun and not yet yielded hold `limit` bytes at most by `memory(job)`, a single larger one apart.
     `jobs` is only advanced as far as that. The first failure in the order of jobs is raised, however the threads are
-    scheduled; when this returns or raises no job is running any more.
+    scheduled. When this returns, raises or is closed, no job is running any more: whoever may leave it early closes it.
     """
     jobs = iter(jobs)
     window: deque[tuple[_J, Future[_R], int]] = deque()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -67,7 +68,7 @@ def _verify(handle: int, output: Output, on_digest: OnDigest | None, progress: P
         threads=threads,
         memory=lambda piece: piece.memory + piece.n_bytes,
     )
-    with ThreadPoolExecutor(1, "digest") as pool:
+    with closing(compared), ThreadPoolExecutor(1, "digest") as pool:
         for piece, (found, difference) in compared:
             of_file = pool.submit(file_digest.update, found)
             name = piece.tensor.name

@@ -182,33 +182,37 @@ class Output:
             return 0
         ways = f"start over with --restart, or remove it and {self.journal_path.name}"
         size = os.fstat(handle).st_size
-        if size != self.size or journal.n_pieces > self.plan.n_pieces:
+        if size != self.size:
             raise GGUFError(f"{self.partial} is damaged: {size} bytes, expected {self.size}; {ways}")
+        if journal.n_pieces > (n_pieces := self.plan.n_pieces):
+            raise GGUFError(f"{journal.path}: {journal.n_pieces} pieces are said to be there, of {n_pieces}; {ways}")
         pieces = islice(self.plan.pieces(len(self.header)), journal.n_pieces)
         checked = in_order(pieces, partial(_checksum, handle), threads=threads, memory=lambda piece: piece.n_bytes)
         n_bytes = begin = 0
-        for record in journal.records:
-            digest, names = sha256(), []
-            for piece, checksum in islice(checked, record.end - begin):
-                digest.update(checksum)
-                names.append(piece.tensor.name)
-                n_bytes = piece.offset + piece.n_bytes + piece.padding
-                if progress is not None:
-                    progress(piece.tensor.name, n_bytes, self.size)
-            if digest.hexdigest() != record.digest:
-                where = names[0] if names[0] == names[-1] else f"{names[0]} or a later one up to {names[-1]}"
-                raise GGUFError(f"{self.partial} is damaged in tensor {where}; {ways}")
-            begin = record.end
+        with contextlib.closing(checked):
+            for record in journal.records:
+                digest, names = sha256(), []
+                for piece, checksum in islice(checked, record.end - begin):
+                    digest.update(checksum)
+                    names.append(piece.tensor.name)
+                    n_bytes = piece.offset + piece.n_bytes + piece.padding
+                    if progress is not None:
+                        progress(piece.tensor.name, n_bytes, self.size)
+                if digest.hexdigest() != record.digest:
+                    where = names[0] if names[0] == names[-1] else f"{names[0]} or a later one up to {names[-1]}"
+                    raise GGUFError(f"{self.partial} is damaged in tensor {where}; {ways}")
+                begin = record.end
         log.info("%s: continued, %d of %d bytes are there", self.path, n_bytes, self.size)
         return n_bytes
 
     def _stream(self, handle: int, sync: _Sync, progress: Progress | None, threads: int) -> None:
         pieces = islice(self.plan.pieces(len(self.header)), sync.n_pieces, None)
         written = in_order(pieces, partial(_write_piece, handle), threads=threads, memory=lambda piece: piece.memory)
-        for piece, checksum in written:
-            sync.add(piece, checksum)
-            if progress is not None:
-                progress(piece.tensor.name, sync.n_bytes, self.size)
+        with contextlib.closing(written):  # also when the caller's progress raises: the handle is closed then
+            for piece, checksum in written:
+                sync.add(piece, checksum)
+                if progress is not None:
+                    progress(piece.tensor.name, sync.n_bytes, self.size)
         sync.finish()
 
     def _complete(self, handle: int, journal: Journal | None) -> None:
