@@ -144,7 +144,30 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
                 report.sections.append(("random inputs", f"repeat with {SEED_VARIABLE}={value}"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests counted (see ``summary``), whether they passed or not."""
+    lines = [
+        f"{report.nodeid}: {value}" if report.failed else str(value)
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call"
+        for name, value in report.user_properties
+        if name == SUMMARY
+    ]
+    if lines:
+        terminalreporter.section("counted by the tests")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
 SEED_KEY = pytest.StashKey[int]()
+SUMMARY = "summary"
+
+
+@pytest.fixture
+def summary(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """``summary(line)``: a line at the end of the output of the whole run, for what a test counts but may not hide."""
+    return lambda line: request.node.user_properties.append((SUMMARY, line))
 
 
 @pytest.fixture
