@@ -27,6 +27,7 @@ SIZED = [
     "delta_stats",
     "delta_model_params",
     "delta_sync_result",
+    "delta_op_profile",
 ]
 
 
@@ -192,6 +193,9 @@ class Calls:
             "delta_model_memory": [model, sized("delta_memory")],
             "delta_model_meta": [model, b"general.architecture", self.bytes, 256, size],
             "delta_model_stats": [model, sized("delta_stats")],
+            "delta_model_profile": [model, 1],
+            "delta_model_profile_get": [model, 0, sized("delta_op_profile")],
+            "delta_model_read_bandwidth": [model, 1, ffi.new("double *")],
             "delta_session_create": [model, ffi.new("delta_session **")],
             "delta_session_free": [session],
             "delta_session_sync": [session, tokens, 2, ffi.NULL, ffi.NULL, sized("delta_sync_result")],
@@ -255,6 +259,7 @@ def test_null_is_an_error_wherever_a_pointer_is_needed(engine: Engine, path: Pat
 
 
 def test_null_handles_of_functions_without_a_status() -> None:
+    assert lib.delta_model_op_count(ffi.NULL) == 0
     assert lib.delta_session_length(ffi.NULL) == 0
     assert lib.delta_session_logits_count(ffi.NULL) == 0
     assert lib.delta_model_is_stop(ffi.NULL, 0) == 0
@@ -275,6 +280,7 @@ def test_null_handles_of_functions_without_a_status() -> None:
         ("delta_model_info_get", 1, "delta_model_info"),
         ("delta_model_memory", 1, "delta_memory"),
         ("delta_model_stats", 1, "delta_stats"),
+        ("delta_model_profile_get", 2, "delta_op_profile"),
         ("delta_session_stats", 1, "delta_stats"),
         ("delta_session_sync", 5, "delta_sync_result"),
         ("delta_session_sample", 1, "delta_sampling_params"),

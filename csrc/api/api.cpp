@@ -17,19 +17,6 @@ constexpr const char* kStatusNames[] = {"OK",           "ARG",    "ABI",     "IO
 
 constexpr const char* kDeviceKinds[] = {"cpu", "ref"};
 
-void require(const void* pointer, const char* name) {
-    if (pointer == nullptr) {
-        throw Error(DELTA_ARG, format("%s is null", name));
-    }
-}
-
-void require_size(uint32_t found, size_t expected, const char* name) {
-    if (found != expected) {
-        throw Error(DELTA_ABI, format("%s.size is %u, this library expects %zu (interface version %d)", name, found, expected,
-                                      DELTA_ABI_VERSION));
-    }
-}
-
 std::span<const int32_t> token_span(const int32_t* tokens, size_t n_tokens) {
     if (n_tokens > 0) {
         require(tokens, "tokens");
@@ -43,33 +30,6 @@ delta_logits_mode logits_mode(uint32_t mode) {
     }
     return static_cast<delta_logits_mode>(mode);
 }
-
-// The one computation of a model, from the check that there is no other until the end of its scope.
-class Computing {
-   public:
-    Computing(delta_model& model, std::vector<Session*> sessions) : model_(*model.model), sessions_(std::move(sessions)) {
-        if (model_.busy.exchange(true)) {
-            throw Error(DELTA_BUSY, "another computation runs on this model");
-        }
-        model_.cancel.store(false);  // a wish of before this computation
-        for (Session* session : sessions_) {
-            session->computing.store(true);
-        }
-    }
-    explicit Computing(delta_session& session) : Computing(*session.model, {session.session.get()}) {}
-    ~Computing() {
-        for (Session* session : sessions_) {
-            session->computing.store(false);
-        }
-        model_.busy.store(false);
-    }
-    Computing(const Computing&) = delete;
-    Computing& operator=(const Computing&) = delete;
-
-   private:
-    Model& model_;
-    std::vector<Session*> sessions_;
-};
 
 std::unique_ptr<Model> open_model(const char* path, const delta_model_params* params, bool allocate) {
     require(path, "path");

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "graph/graph.h"
 #include "graph/memory.h"
@@ -24,9 +25,19 @@ struct Buffer {
 // Called after every op with its output, [rows, cols], widened if need be; ops without an output are reported with data null.
 using Observer = std::function<void(const Op& op, const double* data, int32_t rows, int32_t cols)>;
 
+// What one op has cost, summed over the steps in which it had rows.
+struct OpCost {
+    uint64_t n_runs = 0;
+    uint64_t n_rows = 0;
+    uint64_t ns = 0;
+    uint64_t weight_bytes = 0;       // read, each once per step: of routed experts those chosen, of the embedding table the rows
+    uint64_t state_bytes = 0;        // of the sequences, read and written: convolution inputs, S, latents
+};
+
 struct RunOptions {
     bool poison = false;             // fill every output with NaN before its op
     const Observer* observer = nullptr;
+    std::vector<OpCost>* costs = nullptr;  // one per op of the graph: is added to
 };
 
 struct BackendOptions {

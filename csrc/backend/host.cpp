@@ -1,10 +1,12 @@
 #include "backend/host.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <limits>
 #include <vector>
 
+#include "backend/traffic.h"
 #include "base/mmap.h"
 
 namespace delta {
@@ -60,7 +62,8 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
     if (options.poison) {
         fill_nan(arena, plan.bytes / value_bytes(type), type);
     }
-    for (const Op& op : graph.ops) {
+    for (size_t index = 0; index < graph.ops.size(); ++index) {
+        const Op& op = graph.ops[index];
         OpCall call;
         call.op = &op;
         call.step = &step;
@@ -75,8 +78,18 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
         if (options.poison && op.out.id >= 0 && op.kind != OpKind::BankPush) {
             fill_nan(call.out, n_out, type);
         }
-        if (call.n_rows > 0) {
+        if (call.n_rows > 0 && options.costs == nullptr) {
             run_op(call);
+        } else if (call.n_rows > 0) {
+            const auto start = std::chrono::steady_clock::now();
+            run_op(call);
+            const auto elapsed = std::chrono::steady_clock::now() - start;
+            OpCost& cost = (*options.costs)[index];
+            cost.n_runs += 1;
+            cost.n_rows += static_cast<uint64_t>(call.n_rows);
+            cost.ns += static_cast<uint64_t>(elapsed / std::chrono::nanoseconds(1));
+            cost.weight_bytes += weight_bytes_read(call, type);
+            cost.state_bytes += state_bytes_moved(call);
         }
         if (options.observer != nullptr) {
             const std::vector<double> out = call.out == nullptr ? std::vector<double>{} : widened(call.out, n_out, type);

@@ -45,6 +45,7 @@ Value Recorder::append(OpKind kind, const std::string& name, std::initializer_li
     op.kind = kind;
     op.layer = layer_;
     op.name = name;
+    op.part = part_;
     op.params = std::move(params);
     size_t i = 0;
     for (const Value& v : in) {

@@ -19,8 +19,25 @@ class Recorder {
    public:
     explicit Recorder(Graph& graph) : graph_(graph) {}
 
-    // Names and layer number given to the ops recorded from now on.
-    void enter_layer(int32_t layer) { layer_ = layer; }
+    // Layer number given to the ops recorded from now on; -1 after the last layer.
+    void enter_layer(int32_t layer) {
+        layer_ = layer;
+        part_ = layer < 0 ? "output" : "residual";
+    }
+
+    // The part of the model that ops recorded in its scope belong to: "kda", "experts", ... Outside of any it is "embed" before the
+    // first layer, "residual" within layers and "output" after them.
+    class Part {
+       public:
+        Part(Recorder& recorder, const char* name) : recorder_(recorder), outer_(recorder.part_) { recorder.part_ = name; }
+        ~Part() { recorder_.part_ = outer_; }
+        Part(const Part&) = delete;
+        Part& operator=(const Part&) = delete;
+
+       private:
+        Recorder& recorder_;
+        const char* outer_;
+    };
 
     Value embed(const Weight& table);
     Value rms_norm(Value x, const Weight& w, float eps);
@@ -50,6 +67,7 @@ class Recorder {
 
     Graph& graph_;
     int32_t layer_ = -1;
+    const char* part_ = "embed";
 };
 
 }  // namespace delta

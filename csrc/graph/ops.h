@@ -114,6 +114,7 @@ struct Op {
     OpKind kind;
     int32_t layer = -1;               // -1 outside the layers
     std::string name;                 // "blk.3.attn_q", for messages, profiles and observers
+    const char* part = "";            // of the model, as Recorder::Part names it, for profiles
     std::array<Value, kMaxInputs> in;
     std::array<const Weight*, kMaxWeights> w{};
     Value out;                        // id -1: none

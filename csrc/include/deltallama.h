@@ -192,6 +192,20 @@ typedef struct delta_stats {
     uint64_t compute_ns;
 } delta_stats;
 
+/* What one op of the model's graph has cost since its profile was started. */
+typedef struct delta_op_profile {
+    uint32_t size;
+    char kind[24];         /* "linear", "kda_scan", ... */
+    char part[16];         /* of the model: "embed", "residual", "kda", "mla", "dense", "router", "experts", "shared", "output" */
+    char name[64];         /* "blk.3.attn_q"; cut if longer */
+    int32_t layer;         /* -1 outside the layers */
+    uint64_t n_runs;       /* steps in which it had rows */
+    uint64_t n_rows;       /* rows of all of them */
+    uint64_t ns;
+    uint64_t weight_bytes; /* weights read, once per step: of routed experts those chosen, of the embedding table the rows */
+    uint64_t state_bytes;  /* states of sequences read and written: convolution inputs, S, latents */
+} delta_op_profile;
+
 /* -- library ------------------------------------------------------------------------------------------------------------- */
 /* The interface version compiled into the library; compare it with DELTA_ABI_VERSION before anything else. */
 uint32_t delta_abi_version(void);
@@ -235,6 +249,17 @@ int delta_model_is_stop(const delta_model *model, int32_t token);
 void delta_model_cancel(delta_model *model);
 /* Totals over all sessions since opening. */
 delta_status delta_model_stats(const delta_model *model, delta_stats *stats);
+
+/* Number of ops in the model's graph. */
+size_t delta_model_op_count(const delta_model *model);
+/* Starts a profile of every op from nothing (on != 0), or ends it; its figures stay. DELTA_BUSY while the model computes. */
+delta_status delta_model_profile(delta_model *model, uint32_t on);
+/* Figures of op `index` < delta_model_op_count, zeros before the first profile; `profile->size` must be set. DELTA_BUSY while the
+ * model computes. */
+delta_status delta_model_profile_get(delta_model *model, size_t index, delta_op_profile *profile);
+/* Measures how fast `n_threads` threads (0: physical cores) read the model's mapped weights, of those at most 4 GiB, and do nothing
+ * else: the best of 7 passes after one that brings the pages in. Takes as long as reading them eight times. */
+delta_status delta_model_read_bandwidth(delta_model *model, uint32_t n_threads, double *bytes_per_second);
 
 /* -- session ------------------------------------------------------------------------------------------------------------- */
 /* Takes a free slot; DELTA_STATE if there is none. Free with delta_session_free. */

@@ -112,9 +112,14 @@ Value moe_block(Builder& b, int32_t layer, Value x) {
         return b.bind.get(b.tensor(layer, name), b.h.n_expert, rows, cols);
     };
     // The router always reads the full width, also where the experts work in a latent space.
-    const Value scores = b.rec.linear(x, b.bind.get(b.tensor(layer, "ffn_gate_inp.weight"), 1, b.h.n_expert, b.h.n_embd, Want::F32));
-    const Value route = b.rec.moe_route(scores, &b.bind.vector(b.tensor(layer, "exp_probs_b.bias"), b.h.n_expert),
-                                        {.n_used = b.h.n_expert_used, .normalise = b.h.route_normalise, .scale = b.h.route_scale});
+    const auto router = [&] {
+        const Recorder::Part part(b.rec, "router");
+        const Value scores = b.rec.linear(x, b.bind.get(b.tensor(layer, "ffn_gate_inp.weight"), 1, b.h.n_expert, b.h.n_embd, Want::F32));
+        return b.rec.moe_route(scores, &b.bind.vector(b.tensor(layer, "exp_probs_b.bias"), b.h.n_expert),
+                               {.n_used = b.h.n_expert_used, .normalise = b.h.route_normalise, .scale = b.h.route_scale});
+    };
+    const Value route = router();
+    const Recorder::Part experts_part(b.rec, "experts");
     const Value z = b.h.has_latent ? b.rec.linear(x, b.bind.get(b.tensor(layer, "ffn_routed_down.weight"), 1, b.h.latent, b.h.n_embd)) : x;
     Value y = b.rec.moe_experts(z, route, experts("ffn_gate_exps.weight", b.h.n_ff_expert, b.h.latent),
                                 experts("ffn_up_exps.weight", b.h.n_ff_expert, b.h.latent),
@@ -127,6 +132,7 @@ Value moe_block(Builder& b, int32_t layer, Value x) {
         y = b.rec.linear(y, b.bind.get(b.tensor(layer, "ffn_routed_up.weight"), 1, b.h.n_embd, b.h.latent));
     }
     if (b.h.n_shared > 0) {
+        const Recorder::Part shared_part(b.rec, "shared");
         y = b.rec.add(y, mlp(b, layer, x, "_shexp", int64_t{b.h.n_shared} * b.h.n_ff_expert));
     }
     return y;
@@ -135,11 +141,17 @@ Value moe_block(Builder& b, int32_t layer, Value x) {
 }  // namespace
 
 Value attention_block(Builder& b, int32_t layer, Value x) {
-    return b.h.is_mla[static_cast<size_t>(layer)] ? mla_block(b, layer, x) : kda_block(b, layer, x);
+    const bool mla = b.h.is_mla[static_cast<size_t>(layer)];
+    const Recorder::Part part(b.rec, mla ? "mla" : "kda");
+    return mla ? mla_block(b, layer, x) : kda_block(b, layer, x);
 }
 
 Value ffn_block(Builder& b, int32_t layer, Value x) {
-    return layer < b.h.n_dense ? mlp(b, layer, x, "", b.h.n_ff) : moe_block(b, layer, x);
+    if (layer >= b.h.n_dense) {
+        return moe_block(b, layer, x);
+    }
+    const Recorder::Part part(b.rec, "dense");
+    return mlp(b, layer, x, "", b.h.n_ff);
 }
 
 }  // namespace delta

@@ -145,6 +145,7 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
         m->backend->check_op(op);
         m->workspace_bytes = std::max(m->workspace_bytes, m->backend->workspace_bytes(op, static_cast<int32_t>(m->params.n_batch)));
     }
+    m->costs.resize(m->bound.graph.ops.size());
     m->weights_private = m->bound.owned_bytes;
     if (allocate) {
         const uint64_t total = m->bound.weights.size();
@@ -238,6 +239,13 @@ void Model::fill_memory(delta_memory& memory) const {
     memory.logits = uint64_t{params.n_sessions} * static_cast<uint64_t>(bound.hparams.n_vocab) * sizeof(float);
     memory.total_private =
         memory.weights_private + memory.state + memory.checkpoints + memory.arena + memory.workspace + memory.logits;
+}
+
+void Model::set_profile(bool on) {
+    if (on) {
+        std::fill(costs.begin(), costs.end(), OpCost{});
+    }
+    run_options.costs = on ? &costs : nullptr;
 }
 
 bool Model::is_stop(int32_t token) const { return std::binary_search(stop_tokens.begin(), stop_tokens.end(), token); }

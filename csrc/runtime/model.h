@@ -44,6 +44,7 @@ struct Model {
     std::atomic<bool> cancel{false};
 
     RunOptions run_options;
+    std::vector<OpCost> costs;        // of every op: the present or the last profile; for who holds `busy`
     // Runs one step; afterwards logits() are [n_outputs, n_vocab], float32 whatever the device's value type.
     void run(const Step& step);
     const float* logits() const;
@@ -52,6 +53,8 @@ struct Model {
     void fill_info(delta_model_info& info) const;
     void fill_memory(delta_memory& memory) const;
     bool is_stop(int32_t token) const;
+    // Starts a profile from nothing, or ends it.
+    void set_profile(bool on);
 
    private:
     void narrow_logits(int32_t n_rows);  // to float32, where they lie
