@@ -16,10 +16,15 @@ static inline void repack_mxfp4_blocks(const uint8_t* packed, const uint8_t* sca
         std::memcpy(&second, packed + 16 * b + 8, sizeof second);
         const uint64_t even = (first & kLow) | (second & kLow) << 4, odd = (first >> 4 & kLow) | (second & ~kLow);
         blocks[b].e = scales[b];
+#ifdef __x86_64__
+        const __m128i codes = _mm_unpacklo_epi8(_mm_cvtsi64_si128(static_cast<int64_t>(even)), _mm_cvtsi64_si128(static_cast<int64_t>(odd)));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(blocks[b].qs), codes);
+#else
         for (int64_t k = 0; k < 8; ++k) {
             blocks[b].qs[2 * k] = static_cast<uint8_t>(even >> (8 * k));
             blocks[b].qs[2 * k + 1] = static_cast<uint8_t>(odd >> (8 * k));
         }
+#endif
     }
 }
 
