@@ -294,6 +294,8 @@ def test_a_machine_with_another_source_is_refused(folder: Path) -> None:
 def test_files_that_do_not_exist(folder: Path, number: int) -> None:
     with pytest.raises(GGUFError, match=f"there is no file {number}: the split has 3, counted from 1"):
         write_only(folder, number)
+    with pytest.raises(GGUFError, match="no file is asked for"):
+        write_only(folder)
 
 
 # ---- whole conversions -----------------------------------------------------------------------------------------------

@@ -110,10 +110,12 @@ class OutputSet:
         """The files with these numbers, from 1; all by default.
 
         Raises:
-            GGUFError: there is no such file.
+            GGUFError: there is no such file, or none is asked for.
         """
         if numbers is None:
             return self.outputs
+        if not numbers:
+            raise GGUFError(f"no file is asked for: the split has {len(self.outputs)}, counted from 1")
         for number in numbers:
             if not 1 <= number <= len(self.outputs):
                 raise GGUFError(f"there is no file {number}: the split has {len(self.outputs)}, counted from 1")

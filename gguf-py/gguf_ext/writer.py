@@ -107,7 +107,7 @@ class Output:
         if os.path.lexists(self.partial):
             if not _is_published(self.partial):
                 return False  # that run was killed before it gave the file its name
-            self.partial.unlink()
+            self.partial.unlink(missing_ok=True)
         if self.path.exists() and self.path.stat().st_size != self.size:
             raise GGUFError(
                 f"{self.path} has {self.path.stat().st_size} bytes, expected {self.size}: it was changed since it was "
@@ -232,8 +232,7 @@ class Output:
             log.warning("%s: %s are kept in %s; run the same again to continue", self.path, share, self.partial.name)
             return
         self.journal_path.unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            self.partial.unlink()
+        self.partial.unlink(missing_ok=True)
 
 
 class _WriteError(Exception):
@@ -394,7 +393,9 @@ def _locked_partial(partial: Path) -> Iterator[int]:
                 raise GGUFError(f"{partial}: this file system cannot lock it: {error.strerror}") from None
             opened = os.fstat(handle)
             if opened.st_nlink > 1 and _is_published(partial):
-                partial.unlink()  # a run was killed after it had published this file and before it took the name away
+                partial.unlink(
+                    missing_ok=True
+                )  # a run was killed after it had published this file and before it took the name away
                 continue
             if not stat.S_ISREG(opened.st_mode) or opened.st_nlink > 1:
                 raise GGUFError(f"{partial} is in the way: not a regular file of its own")
@@ -432,4 +433,4 @@ def _publish(partial: Path, path: Path, force: bool) -> None:
         check_target(path, force)
         os.rename(partial, path)
     else:
-        partial.unlink(missing_ok=True)  # another process of a split set may have tidied up
+        partial.unlink(missing_ok=True)  # `is_finished` of another process may have done it
