@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES
 
 import native
 
@@ -29,6 +30,22 @@ class Weight:
         data = quants.quantize(np.ascontiguousarray(values, np.float32), kind)
         decoded = quants.dequantize(data, kind).astype(np.float64).reshape(values.shape)
         return cls(int(kind), np.frombuffer(data.tobytes(), np.uint8), decoded)
+
+
+    @classmethod
+    def random(cls, rng: np.random.Generator, type_: int, *shape: int) -> Weight:
+        """Random bytes as blocks of the type, of those whose values are finite and of a sane size."""
+        kind = Type(type_)
+        columns, size = GGML_QUANT_SIZES[kind]
+        wanted, blocks = int(np.prod(shape)) // columns, np.empty((0, size), np.uint8)
+        while len(blocks) < wanted:
+            more = rng.integers(0, 256, (4 * wanted, size), np.uint8)
+            with np.errstate(all="ignore"):
+                largest = np.abs(quants.dequantize(more, kind)).reshape(len(more), columns).max(axis=1)
+            blocks = np.concatenate([blocks, more[(largest > 1e-2) & (largest < 1e2)]])
+        data = blocks[:wanted].reshape(-1)
+        values = quants.dequantize(data.reshape(wanted, size), kind).astype(np.float64).reshape(shape)
+        return cls(int(kind), data, values)
 
 
 @dataclass

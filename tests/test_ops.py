@@ -89,6 +89,36 @@ def test_linear(device: str, rng: np.random.Generator, type_: int, rows: int, n_
     assert product_is_right(out, x, w.values, device, type_)
 
 
+ENCODED = [
+    Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K,
+    Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ4_NL, Type.IQ4_XS,
+    Type.TQ1_0, Type.TQ2_0, Type.MXFP4, Type.NVFP4,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("type_", ENCODED, ids=lambda t: t.name)
+def test_every_type_in_every_op_that_takes_it(device: str, rng: np.random.Generator, type_: Type) -> None:
+    """Random bytes; on cpu-float types with integer kernels meet rounded inputs, the others are decoded."""
+    table = Weight.random(rng, type_, 7, 256)
+    out = run("embed", [], [table], device=device, out_cols=256, n_rows=2, tokens=np.array([6, 0], np.int32))
+    assert np.array_equal(out, table.values[[6, 0]])
+    for rows in (1, 3, 12):
+        x, w = normal(rng, rows, 512), Weight.random(rng, type_, 2, 35, 512)
+        out = run("linear", [x], [Weight(w.type, w.data, w.values.reshape(70, 512))], device=device, out_cols=70)
+        assert product_is_right(out, x, w.values.reshape(70, 512), device, INTEGER_TYPES[0])
+        both = np.concatenate([x, x[::-1]], axis=1)
+        out = run("head_linear", [both], [w], [512], device=device, out_cols=70)
+        assert product_is_right(out[:, 35:], x[::-1], w.values[1], device, INTEGER_TYPES[0])
+    z = normal(rng, 20, 256)
+    gate, up, down = (Weight.random(rng, type_, 3, 256, 256) for _ in range(3))
+    chosen = np.argsort(rng.random((20, 3)), axis=1)[:, :2]
+    route = np.concatenate([chosen, rng.random((20, 2))], axis=1).astype(np.float32)
+    out = run("moe_experts", [z, route], [gate, up, down], [2, 1, 4.0, 25.0], device=device, out_cols=256)
+    weights = route[:, 2:].astype(np.float64)
+    expected = ref.experts(z.astype(np.float64), chosen, weights, gate.values, up.values, down.values, ref.situ)
+    assert nmse(out, expected) < (bound(device) if device in WIDE else 1e-7)
+
+
 @pytest.mark.parametrize("type_", [F32, int(Type.F16), int(Type.BF16)], ids=type_name)
 @pytest.mark.parametrize("n_in,n_out", [(1, 1), (7, 3), (40, 48), (131, 9)])
 def test_linear_rows_of_any_length(device: str, rng: np.random.Generator, type_: int, n_in: int, n_out: int) -> None:

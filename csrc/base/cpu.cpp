@@ -54,6 +54,7 @@ std::vector<IsaRow> isas() {
     std::vector<IsaRow> rows{{Isa::Generic, "generic", true}};
 #if defined(__x86_64__)
     rows.push_back({Isa::Avx2, "avx2", cpu_features().avx2});
+    rows.push_back({Isa::Avx512, "avx512", cpu_features().avx512});
 #endif
     return rows;
 }

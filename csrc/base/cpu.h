@@ -13,7 +13,7 @@ struct CpuFeatures {
 };
 const CpuFeatures& cpu_features();
 
-enum class Isa { Generic, Avx2 };
+enum class Isa { Generic, Avx2, Avx512 };
 const char* isa_name(Isa isa);
 // The best this build has for this processor, or what DELTALLAMA_CPU names. Throws Error(UNSUPPORTED) if that is unknown to the
 // build or lacking in the processor.

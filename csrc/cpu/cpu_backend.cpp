@@ -16,11 +16,13 @@ CpuKernels choose_kernels() {
     switch (choose_isa()) {
         case Isa::Generic:
             break;
-        case Isa::Avx2:
 #if defined(__x86_64__)
-            kernels_init_avx2(kernels);
+        case Isa::Avx2: kernels_init_avx2(kernels); break;
+        case Isa::Avx512: kernels_init_avx512(kernels); break;
+#else
+        case Isa::Avx2:
+        case Isa::Avx512: break;
 #endif
-            break;
     }
     return kernels;
 }
@@ -31,7 +33,18 @@ CpuType cpu_type(const TypeInfo& type) {
     switch (type.id) {
         case 0: return kF32;
         case 1: return kF16;
+        case 2: return kQ4_0;
+        case 3: return kQ4_1;
+        case 6: return kQ5_0;
+        case 7: return kQ5_1;
         case 8: return kQ8_0;
+        case 10: return kQ2_K;
+        case 11: return kQ3_K;
+        case 12: return kQ4_K;
+        case 13: return kQ5_K;
+        case 14: return kQ6_K;
+        case 20: return kIQ4_NL;
+        case 23: return kIQ4_XS;
         case 30: return kBF16;
         case 39: return kMXFP4;
         default: return kCpuTypes;
@@ -92,23 +105,19 @@ void CpuBackend::describe(delta_device_info& info) const {
 
 CpuInput CpuBackend::input_kind(const Weight& w) const {
     const CpuType type = cpu_type(*w.type);
-    const CpuInput wish = activations == DELTA_FINE ? kInputI16 : kInputI8;
-    return type != kCpuTypes && kernels.dot[wish][type] != nullptr ? wish : kInputF32;
+    if (type == kCpuTypes || type < kFloatTypes) {
+        return kInputF32;
+    }
+    return activations == DELTA_FINE ? kInputI16 : kInputI8;
 }
 
 void CpuBackend::check_op(const Op& op) const {
-    if (exact()) {
-        return;  // the definitions decode any type
+    if (exact() || op.kind == OpKind::Linear || op.kind == OpKind::HeadLinear || op.kind == OpKind::MoeExperts || op.kind == OpKind::Embed) {
+        return;  // any type is decoded
     }
-    // Matrices may be anything there is a kernel for; vectors are read as they are.
-    const bool product = op.kind == OpKind::Linear || op.kind == OpKind::HeadLinear || op.kind == OpKind::MoeExperts;
+    // Vectors are read as they are.
     for (const Weight* w : op.w) {
-        if (w == nullptr) {
-            continue;
-        }
-        const CpuType type = cpu_type(*w->type);
-        const bool ok = product || op.kind == OpKind::Embed ? type != kCpuTypes : type == kF32;
-        if (!ok) {
+        if (w != nullptr && cpu_type(*w->type) != kF32) {
             throw Error(DELTA_UNSUPPORTED, format("op %s (%s, layer %d) on device cpu: no kernel for %s of type %s", op_name(op.kind),
                                                   op.name.c_str(), op.layer, w->name.c_str(), w->type->name));
         }

@@ -44,7 +44,7 @@ class CpuBackend final : public HostBackend {
     void run_exactly(const OpCall& call);
 };
 
-// The kernels' number of a tensor type; kCpuTypes if there are none for it.
+// The kernels' number of a tensor type; kCpuTypes if there are none for it: then rows are decoded and multiplied as float32.
 CpuType cpu_type(const TypeInfo& type);
 
 }  // namespace delta

@@ -12,7 +12,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuInputs} * int{kCpuTypes} + kCpuTypes + kCpuInputs + 16));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + kFloatTypes + int{kCpuInputs} + 16));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;
@@ -25,6 +25,8 @@ CpuKernels table(const std::string& isa) {
 #if defined(__x86_64__)
     } else if (isa == "avx2" && cpu_features().avx2) {
         kernels_init_avx2(k);
+    } else if (isa == "avx512" && cpu_features().avx512) {
+        kernels_init_avx512(k);
 #endif
     } else {
         throw Error(DELTA_UNSUPPORTED, "no kernels for " + isa);
@@ -112,7 +114,7 @@ void call_dot(const CpuKernels& k, const delta_test_kernel_call& c) {
         x[j] = static_cast<const uint8_t*>(c.inputs[1]) + static_cast<size_t>(c.sizes[4]) * j;
         out[j] = static_cast<float*>(c.outputs[0]) + static_cast<size_t>(c.sizes[0]) * j;
     }
-    present(k.dot[c.input][type_of(c)], c)(static_cast<const uint8_t*>(c.inputs[0]), static_cast<size_t>(c.sizes[3]), static_cast<int32_t>(c.sizes[0]),
+    present(k.dot[type_of(c)], c)(static_cast<const uint8_t*>(c.inputs[0]), static_cast<size_t>(c.sizes[3]), static_cast<int32_t>(c.sizes[0]),
                                            x.data(), static_cast<int32_t>(c.sizes[1]), c.sizes[2], out.data());
 }
 
@@ -130,9 +132,10 @@ void call_row(const CpuKernels& k, const std::string& name, const delta_test_ker
     if (name == "wide_dot") {
         *static_cast<double*>(c.outputs[0]) = k.wide_dot(static_cast<const double*>(c.inputs[0]), static_cast<const double*>(c.inputs[1]), n);
     } else if (name == "widen") {
-        present(k.widen[type_of(c)], c)(static_cast<const uint8_t*>(c.inputs[0]), y, n);
+        present(type_of(c) < kFloatTypes ? k.widen[type_of(c)] : nullptr, c)(static_cast<const uint8_t*>(c.inputs[0]), y, n);
     } else if (name == "quantize") {
-        present(c.input < kCpuInputs ? k.quantize[c.input] : nullptr, c)(a, n, c.outputs[0], static_cast<float*>(c.outputs[1]));
+        present(c.input < kCpuInputs ? k.quantize[c.input] : nullptr, c)(
+            a, n, static_cast<int16_t*>(c.outputs[0]), static_cast<float*>(c.outputs[1]), static_cast<float*>(c.outputs[2]));
     } else if (name == "add") {
         k.add(a, b, n, y);
     } else if (name == "mul_sigmoid") {
@@ -166,7 +169,8 @@ void call_row(const CpuKernels& k, const std::string& name, const delta_test_ker
 }  // namespace delta
 
 extern "C" const char* delta_test_isas(void) {
-    return delta::cpu_features().avx2 ? "generic width8 width16 avx2" : "generic width8 width16";
+    const delta::CpuFeatures& has = delta::cpu_features();
+    return has.avx512 ? "generic width8 width16 avx2 avx512" : has.avx2 ? "generic width8 width16 avx2" : "generic width8 width16";
 }
 
 extern "C" const char* delta_test_kernels(void) {

@@ -9,22 +9,25 @@
 
 namespace delta {
 
-// Encodings of weights that kernels exist for.
-enum CpuType { kF32, kF16, kBF16, kQ8_0, kMXFP4, kCpuTypes };
+// Encodings of weights that kernels exist for: floating point, then small integers with scales. Other types are decoded first.
+enum CpuType {
+    kF32, kF16, kBF16,
+    kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kIQ4_XS, kMXFP4,
+    kCpuTypes
+};
+constexpr int kFloatTypes = kQ4_0;  // the first so many
 
-// Encodings of the other factor of a product.
-//   kInputF32   n floats
-//   kInputI16   n int16, then n / 32 float scales: value = scales[i / 32] * q[i]
-//   kInputI8    n int8, then the scales
+// Encodings of the other factor of a product. Floating-point weights take floats; the integers take int16 of 16 or of 8 bits, in this
+// order: n int16; n / 32 float scales, value = scales[i / 32] * q[i]; n / 16 floats, the scale times the sum of 16 integers.
 enum CpuInput { kInputF32, kInputI16, kInputI8, kCpuInputs };
-static constexpr bool rounds_input(CpuInput kind) { return kind >= kInputI16; }
+static constexpr bool rounds_input(CpuInput kind) { return kind != kInputF32; }
 
 constexpr int32_t kInputBlock = 32;   // values that share a scale
-constexpr int32_t kMaxDotRows = 16;   // inputs per call of a DotFn
+constexpr int32_t kMaxDotRows = 16;   // queries per call of attend
 constexpr int32_t kKdaChunk = 16;     // tokens per call of kda_scan
 constexpr int32_t kKeyBlock = 32;     // cached positions per call of attend
 
-// out[j][i] = <w_i, x_j> for n_w encoded rows, w_stride bytes apart, and n_x <= kMaxDotRows inputs of n columns. Every value is
+// out[j][i] = <w_i, x_j> for n_w encoded rows, w_stride bytes apart, and n_x inputs of n columns. Every value is
 // summed in an order that depends on n alone: neither n_w nor n_x nor the neighbours change a bit of it.
 using DotFn = void (*)(const uint8_t* w, size_t w_stride, int32_t n_w, const void* const* x, int32_t n_x, int64_t n,
                        float* const* out);
@@ -74,11 +77,11 @@ struct CpuKernels {
     const char* isa;
     int32_t width;  // float lanes
 
-    DotFn dot[kCpuInputs][kCpuTypes];                                                       // null: no such product
+    DotFn dot[kCpuTypes];                                                                   // inputs as the type takes them
     double (*wide_dot)(const double* w, const double* x, int64_t n);                        // <w, x>
-    void (*widen[kCpuTypes])(const uint8_t* src, float* dst, int64_t n);                    // n: whole blocks
+    void (*widen[kFloatTypes])(const uint8_t* src, float* dst, int64_t n);
     // Rounds n values, whole blocks of kInputBlock; null for the float inputs. NaN and infinity make the scale of their block NaN.
-    void (*quantize[kCpuInputs])(const float* x, int64_t n, void* q, float* scales);
+    void (*quantize[kCpuInputs])(const float* x, int64_t n, int16_t* q, float* scales, float* sums);
 
     void (*add)(const float* a, const float* b, int64_t n, float* y);
     void (*mul_sigmoid)(const float* a, const float* b, int64_t n, float* y);               // a * sigmoid(b)
@@ -105,6 +108,7 @@ struct CpuKernels {
 void kernels_init_generic(CpuKernels& kernels);
 #if defined(__x86_64__)
 void kernels_init_avx2(CpuKernels& kernels);
+void kernels_init_avx512(CpuKernels& kernels);
 #endif
 // In the test library only: kernels.inc at other widths, on whatever the compiler's vector extensions make of them.
 void kernels_init_width8(CpuKernels& kernels);

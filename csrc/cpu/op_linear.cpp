@@ -7,8 +7,9 @@
 namespace delta {
 namespace {
 
-constexpr int64_t kRowBlock = 64;              // input rows of one item
-constexpr int64_t kWeightBytes = 256 * 1024;   // weights of one item: they are read once per kMaxDotRows input rows, from the cache
+constexpr int64_t kRowBlock = 256;             // input rows of one item
+constexpr int64_t kWeightBytes = 256 * 1024;   // weights of one item: they are read once per kRowBlock input rows
+constexpr int64_t kRowStep = 32;               // weight rows come in multiples of this, as wide as the widest panel
 
 // One encoded row per token and head; linear is head_linear with one head.
 struct LinearCall {
@@ -26,40 +27,57 @@ size_t rounded_row_bytes(CpuInput kind, int64_t n) {
     if (!rounds_input(kind)) {
         return 0;
     }
-    const size_t value_bytes = kind == kInputI16 ? 2 : 1;
-    const size_t bytes = static_cast<size_t>(n) * value_bytes + static_cast<size_t>(n / kInputBlock) * sizeof(float);
+    const auto blocks = static_cast<size_t>(n / kInputBlock);
+    const size_t bytes = static_cast<size_t>(n) * sizeof(int16_t) + 3 * blocks * sizeof(float);
     return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
 Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_rows, int64_t x_stride, int64_t n, uint8_t* buffer) {
     if (!rounds_input(kind)) {
-        return {kind, reinterpret_cast<const uint8_t*>(x), static_cast<size_t>(x_stride) * sizeof(float)};
+        return {reinterpret_cast<const uint8_t*>(x), static_cast<size_t>(x_stride) * sizeof(float)};
     }
     const size_t row_bytes = rounded_row_bytes(kind, n);
-    const size_t value_bytes = kind == kInputI16 ? 2 : 1;
     self.parallel(n_rows, n, [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t i = begin; i < end; ++i) {
-            uint8_t* row = buffer + static_cast<size_t>(i) * row_bytes;
-            self.kernels.quantize[kind](x + i * x_stride, n, row, reinterpret_cast<float*>(row + static_cast<size_t>(n) * value_bytes));
+            const RoundedRowPlaces row(buffer + static_cast<size_t>(i) * row_bytes, n);
+            self.kernels.quantize[kind](x + i * x_stride, n, row.q, row.scales, row.sums);
         }
     });
-    return {kind, buffer, row_bytes};
+    return {buffer, row_bytes};
 }
+
+namespace {
+
+struct LinearScratch {
+    uint8_t* inputs;
+    float* decoded;  // [n_threads, decoded_floats(w)]
+};
+
+LinearScratch linear_scratch(Workspace& space, const CpuBackend& self, const Weight& w, int32_t n_rows) {
+    LinearScratch s;
+    s.inputs = space.take<uint8_t>(static_cast<size_t>(n_rows * w.mats) * rounded_row_bytes(self.input_kind(w), w.cols));
+    s.decoded = space.take<float>(static_cast<size_t>(self.n_threads()) * decoded_floats(w));
+    return s;
+}
+
+}  // namespace
 
 void cpu_linear(CpuBackend& self, const FloatCall& c) {
     const LinearCall call(*c.op);
     const Weight& w = call.w;
-    const Inputs x = round_inputs(self, self.input_kind(w), c.in[0], c.n_rows * w.mats, call.stride, w.cols,
-                                  static_cast<uint8_t*>(c.workspace));
+    Workspace space(c.workspace);
+    const LinearScratch s = linear_scratch(space, self, w, c.n_rows);
+    const Inputs x = round_inputs(self, self.input_kind(w), c.in[0], c.n_rows * w.mats, call.stride, w.cols, s.inputs);
 
     // Items are (matrix, weight rows, input rows): all input rows meet a stretch of weights before the next stretch is begun.
     const int64_t row_blocks = (c.n_rows + kRowBlock - 1) / kRowBlock;
     const int64_t fair = w.mats * w.rows * row_blocks / (int64_t{8} * self.n_threads());
-    const int64_t cached = std::max<int64_t>(kWeightBytes / static_cast<int64_t>(w.row_bytes()), 8);
-    const int64_t chunk = (std::clamp<int64_t>(fair, 1, cached) + 3) / 4 * 4;
+    const int64_t cached = std::max<int64_t>(kWeightBytes / static_cast<int64_t>(w.row_bytes()), 1);
+    const int64_t chunk = (std::clamp<int64_t>(fair, 1, cached) + kRowStep - 1) / kRowStep * kRowStep;
     const int64_t chunks = (w.rows + chunk - 1) / chunk;
     const int64_t rows_per_item = std::min<int64_t>(c.n_rows, kRowBlock);
-    self.parallel(w.mats * chunks * row_blocks, chunk * rows_per_item * w.cols, [&](int64_t begin, int64_t end, int32_t) {
+    self.parallel(w.mats * chunks * row_blocks, chunk * rows_per_item * w.cols, [&](int64_t begin, int64_t end, int32_t thread) {
+        float* decoded = s.decoded + static_cast<size_t>(thread) * decoded_floats(w);
         for (int64_t item = begin; item < end; ++item) {
             const int64_t mat = item / (chunks * row_blocks);
             const int64_t first = item / row_blocks % chunks * chunk;
@@ -67,14 +85,15 @@ void cpu_linear(CpuBackend& self, const FloatCall& c) {
             multiply_rows(
                 self.kernels, w, mat, first, std::min(chunk, w.rows - first), x, std::min<int64_t>(kRowBlock, c.n_rows - row),
                 [&](int64_t j) { return (row + j) * w.mats + mat; },
-                [&](int64_t j) { return c.out + ((row + j) * w.mats + mat) * w.rows + first; });
+                [&](int64_t j) { return c.out + ((row + j) * w.mats + mat) * w.rows + first; }, decoded);
         }
     });
 }
 
 size_t cpu_linear_workspace(const CpuBackend& self, const Op& op, int32_t n_rows) {
-    const Weight& w = *op.w[0];
-    return static_cast<size_t>(n_rows * w.mats) * rounded_row_bytes(self.input_kind(w), w.cols);
+    Workspace space;
+    linear_scratch(space, self, *op.w[0], n_rows);
+    return space.used();
 }
 
 }  // namespace delta

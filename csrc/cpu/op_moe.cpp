@@ -9,6 +9,7 @@
 namespace delta {
 namespace {
 
+constexpr int32_t kExpertRows = 64;    // inputs of one expert at a time
 constexpr int64_t kInnerChunk = 64;  // rows of gate and up of one item; a multiple of kInputBlock, so that its results can be rounded
 constexpr int64_t kDownChunk = 32;   // rows of down of one item
 
@@ -92,18 +93,20 @@ struct ExpertScratch {
 };
 
 struct ThreadScratch {
-    float* gate;       // [kMaxDotRows, kInnerChunk]
-    float* up;         // [kMaxDotRows, kInnerChunk]
+    float* gate;       // [kExpertRows, kInnerChunk]
+    float* up;         // [kExpertRows, kInnerChunk]
     float* down;       // [n_places, kDownChunk] each place's part of the sum
     const float** terms;  // [n_used]
+    float* decoded;       // decoded_floats() of gate, up or down, the most of them
 };
 
-ThreadScratch thread_scratch(Workspace& space, size_t n_places, size_t n_used) {
+ThreadScratch thread_scratch(Workspace& space, size_t n_places, size_t n_used, size_t n_decoded) {
     ThreadScratch s;
-    s.gate = space.take<float>(kMaxDotRows * kInnerChunk);
-    s.up = space.take<float>(kMaxDotRows * kInnerChunk);
+    s.gate = space.take<float>(kExpertRows * kInnerChunk);
+    s.up = space.take<float>(kExpertRows * kInnerChunk);
     s.down = space.take<float>(n_places * kDownChunk);
     s.terms = space.take<const float*>(n_used);
+    s.decoded = space.take<float>(n_decoded);
     return s;
 }
 
@@ -124,6 +127,8 @@ struct Experts {
             !rounds_input(hidden_kind) ? static_cast<size_t>(down.cols) * sizeof(float) : rounded_row_bytes(hidden_kind, down.cols);
     }
 
+    size_t n_decoded() const { return std::max({decoded_floats(gate), decoded_floats(up), decoded_floats(down)}); }
+
     ExpertScratch scratch(Workspace& space, int32_t n_rows, int32_t n_threads) const {
         const auto n_expert = static_cast<size_t>(gate.mats);
         const auto n_places = static_cast<size_t>(n_rows) * static_cast<size_t>(params.n_used);
@@ -136,7 +141,7 @@ struct Experts {
                                           : space.take<uint8_t>(static_cast<size_t>(n_rows) * rounded_row_bytes(up_kind, up.cols));
         s.hidden = space.take<uint8_t>(n_places * hidden_row_bytes);
         Workspace one;
-        thread_scratch(one, n_places, static_cast<size_t>(params.n_used));
+        thread_scratch(one, n_places, static_cast<size_t>(params.n_used), n_decoded());
         s.thread_bytes = one.used();
         s.threads = space.take<uint8_t>(s.thread_bytes * static_cast<size_t>(n_threads));
         return s;
@@ -185,7 +190,7 @@ void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
     const ExpertScratch s = x.scratch(space, c.n_rows, self.n_threads());
     const auto mine = [&](int32_t thread) {
         Workspace part(s.threads + static_cast<size_t>(thread) * s.thread_bytes);
-        return thread_scratch(part, n_places, static_cast<size_t>(n_used));
+        return thread_scratch(part, n_places, static_cast<size_t>(n_used), x.n_decoded());
     };
 
     const int32_t n_active = group_by_expert(c, x, s);
@@ -202,11 +207,11 @@ void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
             const int32_t e = s.active[item / inner_chunks];
             const int64_t first = item % inner_chunks * kInnerChunk;
             const int64_t n = std::min(kInnerChunk, inner - first);
-            for (int32_t p = s.begin[e]; p < s.begin[e + 1]; p += kMaxDotRows) {
-                const int32_t n_x = std::min(kMaxDotRows, s.begin[e + 1] - p);
+            for (int32_t p = s.begin[e]; p < s.begin[e + 1]; p += kExpertRows) {
+                const int32_t n_x = std::min(kExpertRows, s.begin[e + 1] - p);
                 const auto row = [&](int64_t j) { return s.places[p + j] / n_used; };
-                multiply_rows(k, x.gate, e, first, n, gate_in, n_x, row, [&](int64_t j) { return t.gate + j * kInnerChunk; });
-                multiply_rows(k, x.up, e, first, n, up_in, n_x, row, [&](int64_t j) { return t.up + j * kInnerChunk; });
+                multiply_rows(k, x.gate, e, first, n, gate_in, n_x, row, [&](int64_t j) { return t.gate + j * kInnerChunk; }, t.decoded);
+                multiply_rows(k, x.up, e, first, n, up_in, n_x, row, [&](int64_t j) { return t.up + j * kInnerChunk; }, t.decoded);
                 for (int32_t j = 0; j < n_x; ++j) {
                     uint8_t* hidden = s.hidden + static_cast<size_t>(s.places[p + j]) * x.hidden_row_bytes;
                     float* g = t.gate + j * kInnerChunk;
@@ -218,9 +223,8 @@ void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
                         k.situ_mul(g, t.up + j * kInnerChunk, n, a.beta, a.linear_beta, y);
                     }
                     if (rounds_input(x.hidden_kind)) {
-                        const size_t value_bytes = x.hidden_kind == kInputI16 ? 2 : 1;
-                        float* scales = reinterpret_cast<float*>(hidden + static_cast<size_t>(inner) * value_bytes);
-                        k.quantize[x.hidden_kind](y, n, hidden + static_cast<size_t>(first) * value_bytes, scales + first / kInputBlock);
+                        const RoundedRowPlaces places(hidden, inner);
+                        k.quantize[x.hidden_kind](y, n, places.q + first, places.scales + first / kInputBlock, places.sums + first / 16);
                     }
                 }
             }
@@ -229,7 +233,7 @@ void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
 
     // Items are stretches of the output, each for all rows and experts: that way every row adds up its experts in the order of its
     // route, whatever the grouping, and no expert is read twice.
-    const Inputs hidden{x.hidden_kind, s.hidden, x.hidden_row_bytes};
+    const Inputs hidden{s.hidden, x.hidden_row_bytes};
     const int64_t down_chunks = (width + kDownChunk - 1) / kDownChunk;
     self.parallel(down_chunks, kDownChunk * inner * static_cast<int64_t>(n_places), [&](int64_t begin, int64_t end, int32_t thread) {
         const ThreadScratch t = mine(thread);
@@ -240,7 +244,7 @@ void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
                 const int32_t e = s.active[i];
                 multiply_rows(
                     k, x.down, e, first, n, hidden, s.begin[e + 1] - s.begin[e], [&](int64_t j) { return s.places[s.begin[e] + j]; },
-                    [&](int64_t j) { return t.down + int64_t{s.places[s.begin[e] + j]} * kDownChunk; });
+                    [&](int64_t j) { return t.down + int64_t{s.places[s.begin[e] + j]} * kDownChunk; }, t.decoded);
             }
             for (int64_t r = 0; r < c.n_rows; ++r) {
                 for (int32_t i = 0; i < n_used; ++i) {

@@ -36,8 +36,8 @@ void each_row(CpuBackend& self, int64_t n_rows, int64_t cost, const F& f) {
 
 void cpu_embed(CpuBackend& self, const FloatCall& c) {
     const Weight& w = *c.op->w[0];
-    const auto widen = self.kernels.widen[cpu_type(*w.type)];
-    each_row(self, c.n_rows, w.cols, [&](int64_t r) { widen(w.row(0, c.step->tokens[static_cast<size_t>(r)]), c.out + r * w.cols, w.cols); });
+    each_row(self, c.n_rows, w.cols,
+             [&](int64_t r) { w.type->to_float(w.row(0, c.step->tokens[static_cast<size_t>(r)]), c.out + r * w.cols, w.cols); });
 }
 
 void cpu_rms_norm(CpuBackend& self, const FloatCall& c) {

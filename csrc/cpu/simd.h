@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -67,6 +67,8 @@ inline void store_up_to(float* p, Vec v, int64_t n) {
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__FMA__) && SIMD_WIDTH == 8
     return bits<Vec>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#elif defined(__AVX512F__) && SIMD_WIDTH == 16
+    return bits<Vec>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
 #else
     return a * b + c;
 #endif
@@ -107,6 +109,8 @@ inline Vec to_float(DoubleVec x) {
 inline DoubleHalf fma(DoubleHalf a, DoubleHalf b, DoubleHalf c) {
 #if defined(__FMA__) && SIMD_WIDTH == 8
     return bits<DoubleHalf>(_mm256_fmadd_pd(bits<__m256d>(a), bits<__m256d>(b), bits<__m256d>(c)));
+#elif defined(__AVX512F__) && SIMD_WIDTH == 16
+    return bits<DoubleHalf>(_mm512_fmadd_pd(bits<__m512d>(a), bits<__m512d>(b), bits<__m512d>(c)));
 #else
     return a * b + c;
 #endif
@@ -156,6 +160,8 @@ inline float half_to_float(uint16_t h) {
 inline Vec half_to_float(HalfVec h) {
 #if defined(__F16C__) && SIMD_WIDTH == 8
     return bits<Vec>(_mm256_cvtph_ps(bits<__m128i>(h)));
+#elif defined(__AVX512F__) && SIMD_WIDTH == 16
+    return bits<Vec>(_mm512_cvtph_ps(bits<__m256i>(h)));
 #else
     const IVec wide = __builtin_convertvector(h, IVec);
     const IVec magnitude_bits = (wide & 0x7fff) << 13;

@@ -264,15 +264,17 @@ void test_pool_limits() {
 
 // -- cpu.h -----------------------------------------------------------------------------------------------------------------
 
+Isa best_isa() { return cpu_features().avx512 ? Isa::Avx512 : cpu_features().avx2 ? Isa::Avx2 : Isa::Generic; }
+
 void test_cpu() {
     CHECK(physical_cores() >= 1 && physical_cores() <= usable_cpus(), "%d of %d", physical_cores(), usable_cpus());
     CHECK(!processor_name().empty());
     CHECK(!cpu_features().avx512 || cpu_features().avx2);
 
     unsetenv("DELTALLAMA_CPU");
-    CHECK(choose_isa() == (cpu_features().avx2 ? Isa::Avx2 : Isa::Generic));
+    CHECK(choose_isa() == best_isa());
     setenv("DELTALLAMA_CPU", "", 1);
-    CHECK(choose_isa() == (cpu_features().avx2 ? Isa::Avx2 : Isa::Generic));
+    CHECK(choose_isa() == best_isa());
     setenv("DELTALLAMA_CPU", "generic", 1);
     CHECK(choose_isa() == Isa::Generic && std::string(isa_name(choose_isa())) == "generic");
     for (const char* wrong : {"avx9000", "AVX2", "generic ", "avx2,generic"}) {
