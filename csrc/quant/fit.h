@@ -14,7 +14,7 @@ namespace {
 struct SignedCodes {
     float n;
     float lowest() const { return -n; }
-    Lanes nearest(Lanes x) const { return clamp(round_even(clamp(x, -2 * n, 2 * n)), -n, n - 1); }
+    Lanes nearest(Lanes x) const { return round_even(clamp(x, -n, n - 1)); }
 };
 
 // x of a group as scale * code value.
@@ -81,7 +81,7 @@ struct Affine {
     Lanes error;  // sum of w (x - scale * q - base)^2
 };
 
-inline Lanes nearest_step(Lanes x, float n) { return clamp(round_even(clamp(x, -1, n + 1)), 0, n); }
+inline Lanes nearest_step(Lanes x, float n) { return round_even(clamp(x, 0, n)); }
 
 template <int N>
 inline Lanes affine_error(const Lanes* x, const Lanes* w, Lanes scale, Lanes base, float n) {

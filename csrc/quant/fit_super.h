@@ -49,7 +49,7 @@ inline ScaledSuperBlock<N> choose_scales(const Codes& codes, const SuperBlock<N>
     const float inverse = finite_reciprocal(chosen.d);
     Lanes errors[SuperBlock<N>::kSets];
     for (int l = 0; l < SuperBlock<N>::kSets; ++l) {
-        const Lanes middle = clamp(round_even(clamp(wish[l] * inverse, 2 * low, 2 * high)), low, high);
+        const Lanes middle = round_even(clamp(wish[l] * inverse, low, high));
         Lanes best = scaled_error<N>(codes, block.x[l], block.w[l], chosen.d * middle);
         chosen.scales[l] = middle;
         for (int away = -1; away <= 1; away += 2) {
@@ -128,8 +128,8 @@ inline AffineSuperBlock<N> choose_steps(const SuperBlock<N>& block, const Affine
     const float inverse = finite_reciprocal(chosen.d), inverse_min = finite_reciprocal(chosen.dmin);
     Lanes errors[SuperBlock<N>::kSets];
     for (int l = 0; l < SuperBlock<N>::kSets; ++l) {
-        const Lanes scale = clamp(round_even(clamp(wish[l].scale * inverse, -1, 2 * high)), 0, high);
-        const Lanes least = clamp(round_even(clamp(wish[l].base * -inverse_min, -1, 2 * high)), 0, high);
+        const Lanes scale = round_even(clamp(wish[l].scale * inverse, 0, high));
+        const Lanes least = round_even(clamp(wish[l].base * -inverse_min, 0, high));
         Lanes best{};
         for (int k = 0; k < 9; ++k) {  // the middle first
             const float ds = static_cast<float>((k + 1) % 3 - 1), dm = static_cast<float>((k / 3 + 1) % 3 - 1);

@@ -39,23 +39,30 @@ struct IQ4Codes {
     }
 };
 
-inline int32_t iq4_index(int32_t value) {
-    int32_t index = 0;
-    while (kIQ4Values[index] < value) {
-        ++index;
+// From a value to its code.
+struct IQ4Index {
+    uint8_t of_value[256] = {};  // at value + 128
+    constexpr IQ4Index() {
+        for (uint8_t k = 0; k < 16; ++k) {
+            of_value[kIQ4Values[k] + 128] = k;
+        }
     }
-    return index;
-}
+};
+constexpr IQ4Index kIQ4Index;
+
+inline uint8_t iq4_index(int32_t value) { return kIQ4Index.of_value[value + 128]; }
 
 }  // namespace
 
 static inline void from_weighted_iq4_nl(const float* src, const float* importance, void* dst, int64_t n) {
     auto* blocks = static_cast<BlockIQ4_NL*>(dst);
-    fit_scaled_blocks(IQ4Codes{}, src, importance, n, 9, 1.5f, [blocks](int64_t b, float d, const int32_t* q) {
+    fit_scaled_blocks(IQ4Codes{}, src, importance, n, 6, 2.0f, [blocks](int64_t b, float d, const int32_t* q) {
         store_f16(blocks[b].d, d);
-        for (int64_t j = 0; j < 16; ++j) {
-            blocks[b].qs[j] = static_cast<uint8_t>(iq4_index(q[j]) | iq4_index(q[j + 16]) << 4);
+        uint8_t codes[32];
+        for (int64_t j = 0; j < 32; ++j) {
+            codes[j] = iq4_index(q[j]);
         }
+        store_nibbles32(codes, blocks[b].qs);
     });
 }
 

@@ -34,7 +34,7 @@ static inline void from_weighted_iq4_xs(const float* src, const float* importanc
     for (int64_t b = 0; b < n / 256; ++b) {
         SuperBlock<32> block;
         block.load(src + 256 * b, importance == nullptr ? nullptr : importance + 256 * b);
-        const auto fit = fit_scaled_super<32>(IQ4Codes{}, block, -32, 31, 9, 1.5f);
+        const auto fit = fit_scaled_super<32>(IQ4Codes{}, block, -32, 31, 6, 2.0f);
         int32_t scales[8], q[256];
         store_scales<32>(fit.scales, scales);
         store_codes<32>(block, q);
@@ -47,9 +47,12 @@ static inline void from_weighted_iq4_xs(const float* src, const float* importanc
         for (int64_t k = 0; k < 4; ++k) {
             blocks[b].scales_l[k] = static_cast<uint8_t>(((scales[2 * k] + 32) & 15) | ((scales[2 * k + 1] + 32) & 15) << 4);
         }
-        for (int64_t i = 0; i < 128; ++i) {
-            const int32_t* of = q + i / 16 * 32 + i % 16;
-            blocks[b].qs[i] = static_cast<uint8_t>(iq4_index(of[0]) | iq4_index(of[16]) << 4);
+        uint8_t codes[256];
+        for (int64_t i = 0; i < 256; ++i) {
+            codes[i] = iq4_index(q[i]);
+        }
+        for (int64_t g = 0; g < 8; ++g) {
+            store_nibbles32(codes + 32 * g, blocks[b].qs + 16 * g);
         }
     }
 }

@@ -22,8 +22,27 @@ typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
 
 inline Lanes splat(float value) { return value - Lanes{}; }
 inline Lanes select(IntLanes mask, Lanes yes, Lanes no) { return mask ? yes : no; }
-inline Lanes min(Lanes a, Lanes b) { return select(a < b, a, b); }
-inline Lanes max(Lanes a, Lanes b) { return select(a > b, a, b); }
+// a < b ? a : b and a > b ? a : b, as one instruction where there is one.
+inline Lanes min(Lanes a, Lanes b) {
+#if defined(__AVX2__)
+    return _mm256_min_ps(a, b);
+#elif defined(__SSE2__)
+    return _mm_min_ps(a, b);
+#else
+    return select(a < b, a, b);
+#endif
+}
+
+inline Lanes max(Lanes a, Lanes b) {
+#if defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#elif defined(__SSE2__)
+    return _mm_max_ps(a, b);
+#else
+    return select(a > b, a, b);
+#endif
+}
+
 inline Lanes clamp(Lanes x, float low, float high) { return min(max(x, splat(low)), splat(high)); }
 inline Lanes magnitude(Lanes x) { return (Lanes)((IntLanes)x & 0x7fffffff); }
 

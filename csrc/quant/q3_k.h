@@ -37,7 +37,7 @@ static inline void from_weighted_q3_k(const float* src, const float* importance,
     for (int64_t b = 0; b < n / 256; ++b) {
         SuperBlock<16> block;
         block.load(src + 256 * b, importance == nullptr ? nullptr : importance + 256 * b);
-        const auto fit = fit_scaled_super<16>(SignedCodes{4}, block, -32, 31, 9, 0.1f);
+        const auto fit = fit_scaled_super<16>(SignedCodes{4}, block, -32, 31, 5, 0.18f);
         int32_t scales[16], q[256];
         store_scales<16>(fit.scales, scales);
         store_codes<16>(block, q);

@@ -55,7 +55,7 @@ static inline void from_weighted_q4_k(const float* src, const float* importance,
     for (int64_t b = 0; b < n / 256; ++b) {
         SuperBlock<32> block;
         block.load(src + 256 * b, importance == nullptr ? nullptr : importance + 256 * b);
-        const auto fit = fit_affine_super<32>(block, 15, 63, 12, 0.15f);
+        const auto fit = fit_affine_super<32>(block, 15, 63, 7, 0.25f);
         int32_t scales[8], mins[8], q[256];
         store_scales<32>(fit.scales, scales);
         store_scales<32>(fit.mins, mins);
