@@ -170,6 +170,7 @@ class Calls:
         self.session.sync([1, 2, 3])
         self.saved = str(folder / "saved").encode()
         self.session.save(folder / "saved")
+        native.check(lib.delta_model_collect_inputs(engine.model))
         self.path = str(path).encode()
         self.params = ffi.new("delta_model_params *")
         lib.delta_model_params_init(self.params)
@@ -196,6 +197,8 @@ class Calls:
             "delta_model_profile": [model, 1],
             "delta_model_profile_get": [model, 0, sized("delta_op_profile")],
             "delta_model_read_bandwidth": [model, 1, ffi.new("double *")],
+            "delta_model_collect_inputs": [model],
+            "delta_model_input_stats": [model, 0, sized("delta_input_stats")],
             "delta_session_create": [model, ffi.new("delta_session **")],
             "delta_session_free": [session],
             "delta_session_sync": [session, tokens, 2, ffi.NULL, ffi.NULL, sized("delta_sync_result")],

@@ -206,6 +206,17 @@ typedef struct delta_op_profile {
     uint64_t state_bytes;  /* states of sequences read and written: convolution inputs, S, latents */
 } delta_op_profile;
 
+/* What the products with one tensor of the file were fed with, since collecting began. A tensor is a stack of matrices: experts,
+ * heads, or a single one. Borrowed until the model is closed or collecting begins anew. */
+typedef struct delta_input_stats {
+    uint32_t size;
+    const char *name;          /* of the tensor */
+    uint64_t n_mats;
+    uint64_t n_cols;
+    const double *sum_squares; /* [n_mats, n_cols]: of each column of the input rows */
+    const uint64_t *n_rows;    /* [n_mats]: rows that each matrix was multiplied with */
+} delta_input_stats;
+
 /* -- library ------------------------------------------------------------------------------------------------------------- */
 /* The interface version compiled into the library; compare it with DELTA_ABI_VERSION before anything else. */
 uint32_t delta_abi_version(void);
@@ -260,6 +271,14 @@ delta_status delta_model_profile_get(delta_model *model, size_t index, delta_op_
 /* Measures how fast `n_threads` threads (0: physical cores) read the model's mapped weights, of those at most 4 GiB, and do nothing
  * else: the best of 7 passes after one that brings the pages in. Takes as long as reading them eight times. */
 delta_status delta_model_read_bandwidth(delta_model *model, uint32_t n_threads, double *bytes_per_second);
+
+/* From now on computations of this model also add up, in float64, the squares of what its products are fed with. Slower: the inner
+ * rows of experts are computed twice. Begins at zero, also when called again. DELTA_BUSY during a computation. */
+delta_status delta_model_collect_inputs(delta_model *model);
+/* Number of tensors that are collected for; 0 before collecting has begun. */
+size_t delta_model_input_count(const delta_model *model);
+/* The statistics of tensor `index`; not during a computation. */
+delta_status delta_model_input_stats(const delta_model *model, size_t index, delta_input_stats *stats);
 
 /* -- session ------------------------------------------------------------------------------------------------------------- */
 /* Takes a free slot; DELTA_STATE if there is none. Free with delta_session_free. */

@@ -168,6 +168,11 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
     return m;
 }
 
+void Model::collect_inputs() {
+    input_collector = std::make_unique<InputCollector>(bound.graph, *backend, *file, static_cast<int32_t>(params.n_batch));
+    run_options.observer = &input_collector->observer();
+}
+
 void Model::run(const Step& step) {
     backend->run(bound.graph, plan, step, arena->data, workspace->data, run_options);
     if (layout.value_type == ValueType::F64) {

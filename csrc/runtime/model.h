@@ -10,6 +10,7 @@
 #include "gguf/gguf.h"
 #include "models/hparams.h"
 #include "models/registry.h"
+#include "runtime/input_stats.h"
 
 namespace delta {
 
@@ -45,6 +46,9 @@ struct Model {
 
     RunOptions run_options;
     std::vector<OpCost> costs;        // of every op: the present or the last profile; for who holds `busy`
+    std::unique_ptr<InputCollector> input_collector;  // null until collecting begins
+    // From the next step on; what was collected before is dropped.
+    void collect_inputs();
     // Runs one step; afterwards logits() are [n_outputs, n_vocab], float32 whatever the device's value type.
     void run(const Step& step);
     const float* logits() const;
