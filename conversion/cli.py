@@ -6,11 +6,12 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from gguf_ext import GGUFError
 from gguf_ext.split import Limits, parse_size
+from gguf_ext.writer import Progress
 
 from .base import supported_architectures
 from .errors import ConversionError
@@ -35,7 +36,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--outfile",
-        type=_path,
+        type=file_path,
         help="output file, or a folder for a name made from the model's; {ftype} in the name stands for the type "
         "(default: a name made from the model's, in MODEL; for a remote model in the current folder)",
     )
@@ -48,7 +49,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     p.add_argument(
         "--tensor-type",
         metavar="PATTERN=TYPE",
-        type=_tensor_type,
+        type=tensor_type,
         action="append",
         default=[],
         help="another type for matrices in whose name the regular expression is found; may be repeated, the first that "
@@ -66,7 +67,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
     p.add_argument("--vocab-only", action="store_true", help="write keys and vocabulary without tensors")
     p.add_argument("--model-name", metavar="NAME", help="general.name (default: from the model card or the folder)")
     p.add_argument(
-        "--metadata", metavar="FILE", type=_path, help="JSON file of general.* keys that override what is found"
+        "--metadata", metavar="FILE", type=file_path, help="JSON file of general.* keys that override what is found"
     )
     _add_remote(p.add_argument_group("models on the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are honoured)"))
     _add_writing(p.add_argument_group("writing"))
@@ -98,7 +99,7 @@ def _add_writing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--threads",
         metavar="N",
-        type=_positive,
+        type=positive,
         help="threads that make and write tensors (default: processors + 1, with --remote 16)",
     )
 
@@ -107,7 +108,7 @@ def _add_split(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--split-max-size",
         metavar="N[K|M|G]",
-        type=_size,
+        type=size,
         default=0,
         help="begin a new file before one has more bytes of tensors (decimal units)",
     )
@@ -129,14 +130,16 @@ def _add_split(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _tensor_type(text: str) -> str:
+def tensor_type(text: str) -> str:
+    """The argument PATTERN=TYPE, checked."""
     try:
         return parse_override(text).text
     except ConversionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
+    """The argument N[K|M|G] in bytes."""
     try:
         return parse_size(text)
     except GGUFError as error:
@@ -149,17 +152,19 @@ def _natural(text: str) -> int:
     return int(text)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument that is a number of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
 
 def _numbers(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
 
 
-def _path(text: str) -> Path:
+def file_path(text: str) -> Path:
+    """An argument that is a path."""
     if not text:  # which Path takes for the current folder
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
@@ -180,18 +185,29 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         p.error("the following arguments are required: MODEL")
     if arguments.revision is not None and not arguments.remote:
         p.error("--revision goes with --remote")
+
+    def work(progress: Progress | None) -> int:
+        request = _request(arguments, progress)
+        if arguments.validate:
+            return _report(validate(request))
+        say_written(run(request), quiet=arguments.verify_only, dry_run=arguments.dry_run)
+        return 0
+
+    return reported(work, arguments.verbose)
+
+
+def reported(work: Callable[[Progress | None], int], verbose: bool) -> int:
+    """Run `work`, whose progress is shown if standard error is a terminal, with log lines on standard error; the exit
+    status: that of `work`, 1 after an error, which is printed, 130 when interrupted."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter())
     logs = [logging.getLogger(name) for name in ("conversion", "gguf_ext")]
     for log in logs:
         log.addHandler(handler)
-        log.setLevel(logging.DEBUG if arguments.verbose else logging.INFO)
+        log.setLevel(logging.DEBUG if verbose else logging.INFO)
     bar = _Progress() if sys.stderr.isatty() else None
     try:
-        request = _request(arguments, bar)
-        if arguments.validate:
-            return _report(validate(request))
-        paths = run(request)
+        return work(bar)
     except (ConversionError, GGUFError, OSError) as error:
         return _fail(bar, f"error: {error}", 1)
     except KeyboardInterrupt:
@@ -199,17 +215,18 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     finally:
         for log in logs:
             log.removeHandler(handler)
-    if bar is not None:
-        bar.clear()
+
+
+def say_written(paths: Iterable[Path], *, dry_run: bool, quiet: bool = False) -> None:
+    """Name the files that were written, or on standard output those that would be."""
     for path in paths:
-        if arguments.dry_run:
+        if dry_run:
             print(path)
-        elif not arguments.verify_only:
+        elif not quiet:
             print(f"written: {path}", file=sys.stderr)
-    return 0
 
 
-def _request(arguments: argparse.Namespace, bar: _Progress | None) -> Request:
+def _request(arguments: argparse.Namespace, progress: Progress | None) -> Request:
     return Request(
         arguments.model,
         arguments.outfile,
@@ -228,7 +245,7 @@ def _request(arguments: argparse.Namespace, bar: _Progress | None) -> Request:
         verify=arguments.verify,
         verify_only=arguments.verify_only,
         threads=arguments.threads,
-        progress=bar,
+        progress=progress,
         on_digest=lambda name, digest: print(f"{digest}  {name}"),
     )
 
@@ -274,6 +291,9 @@ class _Progress:
         self.width = 0
 
     def __call__(self, name: str, done: int, total: int) -> None:
+        if done == total:
+            self.clear()
+            return
         now = time.monotonic()
         if self.first is None or done < self.last:
             self.first, self.start = done, now

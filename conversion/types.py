@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gguf_ext import constants as c
@@ -15,6 +15,15 @@ from .errors import ConversionError
 
 
 @dataclass(frozen=True)
+class Graded:
+    """A type for some first layers, another for the rest. `n_first` gives their number from that of all layers."""
+
+    first: T
+    n_first: Callable[[int], int]
+    rest: T | None = None
+
+
+@dataclass(frozen=True)
 class OutType:
     """What an `--outtype` makes of the matrices; None means as `matrices` says.
 
@@ -22,6 +31,8 @@ class OutType:
         file_type: `general.file_type`.
         experts: routed experts that are not packed.
         better: `attn_v` and `ffn_down` of the layers where `matters_more`.
+        attn_output: the last projection of KDA and MLA.
+        attn_v, ffn_down: those by layer, before `better`. `attn_v` counts the layers that have one.
     """
 
     matrices: T
@@ -30,6 +41,17 @@ class OutType:
     output: T | None = None
     experts: T | None = None
     better: T | None = None
+    attn_output: T | None = None
+    attn_v: Graded | None = None
+    ffn_down: Graded | None = None
+
+
+def _all(type_: T) -> Graded:
+    return Graded(type_, lambda n: n)
+
+
+def _first_eighth(type_: T) -> Graded:
+    return Graded(type_, lambda n: n // 8)
 
 
 # The mixes are those of existing files. Plain K-quants count as their small mix, which they are nearest to.
@@ -39,11 +61,49 @@ OUTTYPES = {
     "bf16": OutType(T.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": OutType(T.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "q6_k": OutType(T.Q6_K, LlamaFileType.MOSTLY_Q6_K),
+    "q5_0": OutType(T.Q5_0, LlamaFileType.MOSTLY_Q5_0, output=T.Q6_K),
+    "q5_1": OutType(T.Q5_1, LlamaFileType.MOSTLY_Q5_1, output=T.Q6_K),
     "q5_k": OutType(T.Q5_K, LlamaFileType.MOSTLY_Q5_K_S, output=T.Q6_K),
     "q5_k_m": OutType(T.Q5_K, LlamaFileType.MOSTLY_Q5_K_M, output=T.Q6_K, better=T.Q6_K),
     "q4_k": OutType(T.Q4_K, LlamaFileType.MOSTLY_Q4_K_S, output=T.Q6_K),
     "q4_k_m": OutType(T.Q4_K, LlamaFileType.MOSTLY_Q4_K_M, output=T.Q6_K, better=T.Q6_K),
+    "q4_k_s": OutType(
+        T.Q4_K,
+        LlamaFileType.MOSTLY_Q4_K_S,
+        output=T.Q6_K,
+        attn_v=Graded(T.Q5_K, lambda n: 4),
+        ffn_down=_first_eighth(T.Q5_K),
+    ),
     "q4_0": OutType(T.Q4_0, LlamaFileType.MOSTLY_Q4_0, output=T.Q6_K),
+    "q4_1": OutType(T.Q4_1, LlamaFileType.MOSTLY_Q4_1, output=T.Q6_K),
+    "iq4_nl": OutType(T.IQ4_NL, LlamaFileType.MOSTLY_IQ4_NL, output=T.Q6_K, ffn_down=_first_eighth(T.Q5_K)),
+    "iq4_xs": OutType(T.IQ4_XS, LlamaFileType.MOSTLY_IQ4_XS, output=T.Q6_K, ffn_down=_first_eighth(T.Q5_K)),
+    "q3_k_l": OutType(
+        T.Q3_K,
+        LlamaFileType.MOSTLY_Q3_K_L,
+        output=T.Q6_K,
+        attn_output=T.Q5_K,
+        attn_v=_all(T.Q5_K),
+        ffn_down=_all(T.Q5_K),
+    ),
+    "q3_k_m": OutType(
+        T.Q3_K,
+        LlamaFileType.MOSTLY_Q3_K_M,
+        output=T.Q6_K,
+        attn_output=T.Q4_K,
+        attn_v=Graded(T.Q5_K, lambda n: 2, T.Q4_K),
+        ffn_down=Graded(T.Q5_K, lambda n: n // 16, T.Q4_K),
+    ),
+    "q3_k_s": OutType(T.Q3_K, LlamaFileType.MOSTLY_Q3_K_S, output=T.Q6_K),
+    "q2_k": OutType(
+        T.Q2_K,
+        LlamaFileType.MOSTLY_Q2_K,
+        output=T.Q6_K,
+        attn_output=T.Q3_K,
+        attn_v=_all(T.Q3_K),
+        ffn_down=_all(T.Q3_K),
+    ),
+    "q2_k_s": OutType(T.Q2_K, LlamaFileType.MOSTLY_Q2_K_S, output=T.Q6_K, ffn_down=_first_eighth(T.Q4_K)),
     "mxfp4": OutType(T.Q8_0, LlamaFileType.MOSTLY_MXFP4_MOE, experts=T.MXFP4),
     "tq1_0": OutType(T.TQ1_0, LlamaFileType.MOSTLY_TQ1_0, token_embd=T.F16, output=T.F16),
     "tq2_0": OutType(T.TQ2_0, LlamaFileType.MOSTLY_TQ2_0, token_embd=T.F16, output=T.F16),
@@ -159,11 +219,18 @@ class Types:
             f"{matching[0]}: {why}"
         )
 
-    def _wanted(self, prefix: str, name: str) -> T:
+    def asked_for(self, name: str) -> T | None:
+        """The type that an override gives this tensor, by its full name."""
         for override in self.overrides:
-            if override.pattern.search(prefix + name):
+            if override.pattern.search(name):
                 self._used.add(override.text)
                 return override.type
+        return None
+
+    def _wanted(self, prefix: str, name: str) -> T:
+        asked = self.asked_for(prefix + name)
+        if asked is not None:
+            return asked
         kind = self.outtype
         special: T | None = None
         if name == c.TOKEN_EMBD:
@@ -172,14 +239,18 @@ class Types:
             special = kind.output
         elif name in _EXPERTS and kind.experts is not None:
             special = kind.experts
-        elif kind.better is not None and self._is_better(prefix, name):
-            special = kind.better
+        elif name == c.ATTN_OUTPUT:
+            special = kind.attn_output
+        elif name == c.ATTN_V or name in _DOWN:
+            special = self._by_layer(prefix, name)
         return kind.matrices if special is None else special
 
-    def _is_better(self, prefix: str, name: str) -> bool:
-        if name not in _DOWN and name != c.ATTN_V:
-            return False
-        layer = int(prefix.split(".")[1])
-        if name in _DOWN:
-            return matters_more(layer, self.n_layers)
-        return matters_more(sorted(self.kda_layers).index(layer), len(self.kda_layers))
+    def _by_layer(self, prefix: str, name: str) -> T | None:
+        kind, index, count = self.outtype, int(prefix.split(".")[1]), self.n_layers
+        graded = kind.ffn_down
+        if name == c.ATTN_V:
+            graded = kind.attn_v
+            index, count = sorted(self.kda_layers).index(index), len(self.kda_layers)
+        if graded is not None:
+            return graded.first if index < graded.n_first(count) else graded.rest
+        return kind.better if kind.better is not None and matters_more(index, count) else None
