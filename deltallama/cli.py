@@ -1,4 +1,4 @@
-"""The console command: `deltallama convert | run | info | bench`."""
+"""The console command: `deltallama convert | quantize | imatrix | perplexity | kl | run | info | bench`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from gguf_ext import console
 
-from . import __version__, bench, build_info, default_options
+from . import __version__, bench, build_info, cli_quality, default_options
 from .errors import ArgumentError, DeltaError
 from .handles import devices, plan
 from .model import Llama
@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from conversion import cli_main
 
             return int(cli_main(arguments[1:], prog="deltallama convert"))
+        if arguments[:1] == ["quantize"]:
+            from conversion import requantize_cli
+
+            return requantize_cli.cli_main(arguments[1:], prog="deltallama quantize")
         options = _parser().parse_args(arguments)
         options.command(options)
         return console.OK
@@ -40,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"deltallama {__version__}; {build_info()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("convert", help="convert a Hugging Face checkpoint to GGUF (see: deltallama convert --help)")
+    commands.add_parser("quantize", help="write a GGUF file again with other types (see: deltallama quantize --help)")
+    cli_quality.add_commands(commands)
 
     run = commands.add_parser(
         "run", help="answer a prompt", description="Answer a prompt in the chat format of the model."
