@@ -68,15 +68,36 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(info)
     info.set_defaults(command=_info)
 
-    measure = commands.add_parser("bench", help="measure prompt and generation speed")
+    measure = commands.add_parser(
+        "bench",
+        help="measure prompt and generation speed",
+        description="Measure prompt and generation speed, beside the speed at which the same threads read the weights.",
+    )
     measure.add_argument("model", metavar="MODEL")
-    measure.add_argument("-p", "--n-prompt", type=int, default=256, help="tokens of the prompt (default: %(default)s)")
-    measure.add_argument("-n", "--n-gen", type=int, default=64, help="tokens generated (default: %(default)s)")
-    measure.add_argument("-r", "--repetitions", type=int, default=3, help="runs of each (default: %(default)s)")
-    measure.add_argument("--json", action="store_true", help="print JSON")
-    _add_model_options(measure)
+    measure.add_argument("-p", "--n-prompt", type=int, default=512, help="tokens of the prompt (default: %(default)s)")
+    measure.add_argument("-n", "--n-gen", type=int, default=128, help="tokens generated (default: %(default)s)")
+    measure.add_argument(
+        "-d", "--depth", type=_numbers, default=[0], metavar="N[,...]", help="tokens before them (default: 0)"
+    )
+    measure.add_argument(
+        "-t", "--n-threads", type=_numbers, default=[0], metavar="N[,...]", help="0: physical cores (default)"
+    )
+    measure.add_argument(
+        "-r", "--repeats", type=int, default=3, help="runs of each, of which the median counts (default: %(default)s)"
+    )
+    measure.add_argument("--profile", action="store_true", help="show what each kind of op takes instead")
+    measure.add_argument("--output", choices=("table", "json", "csv"), default="table", help="default: %(default)s")
+    measure.add_argument("--json", action="store_const", const="json", dest="output", help="print JSON")
+    _add_model_options(measure, sizes=False)
     measure.set_defaults(command=_bench)
     return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+_KINDS = ("n_batch", "activations", "cache_type", "device")  # options of a model but its sizes
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -90,10 +111,11 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*flags, dest=name, type=type(default), default=default, metavar="X", help=shown)
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def _add_model_options(parser: argparse.ArgumentParser, sizes: bool = True) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("-c", "--n-ctx", type=int, default=0, metavar="N", help="positions; 0: at most 4096")
-    group.add_argument("-t", "--n-threads", type=int, default=0, metavar="N", help="0: physical cores")
+    if sizes:
+        group.add_argument("-c", "--n-ctx", type=int, default=0, metavar="N", help="positions; 0: at most 4096")
+        group.add_argument("-t", "--n-threads", type=int, default=0, metavar="N", help="0: physical cores")
     group.add_argument("-b", "--n-batch", type=int, default=0, metavar="N", help="prompt rows per step; 0: 512")
     group.add_argument("--activations", default="fine", help="exact, fine or fast (default: %(default)s)")
     group.add_argument("--cache-type", default="f16", help="f32, f16 or bf16 (default: %(default)s)")
@@ -101,8 +123,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_options(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("n_ctx", "n_threads", "n_batch", "activations", "cache_type", "device")
-    return {name: getattr(options, name) for name in names}
+    return {name: getattr(options, name) for name in ("n_ctx", "n_threads", *_KINDS)}
 
 
 # -- run -------------------------------------------------------------------------------------------------------------
@@ -231,19 +252,28 @@ def _count(n: int) -> str:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    with Llama(options.model, **_model_options(options)) as llm:
-        result = bench.measure(llm, options.n_prompt, options.n_gen, options.repetitions)
-    if options.json:
-        print(json.dumps(result, indent=2))
-        return
-    print(f"model            {result['architecture']}, {_size(result['weight_bytes'])}, {result['activations']}")
-    print(f"threads            {result['n_threads']}")
-    for name in ("prompt", "generation"):
-        part = result[name]
-        if part is not None:
-            speed = f"{part['tokens_per_second']:.2f} tokens/s (slowest {part['slowest']:.2f})"
-            print(f"{name:<16} {part['n_tokens']} tokens, {speed}")
-    print(f"bytes per token  {_size(result['bytes_per_token'])}")
-    if result["generation"] is not None:
-        print(f"memory read      {result['generation']['gigabytes_per_second']:.2f} GB/s while generating")
-    print(f"                 {result['read_gigabytes_per_second']:.2f} GB/s by a plain read of memory in this run")
+    work = bench.Workload(options.n_prompt, options.n_gen, options.depth, options.n_threads, options.repeats)
+    kinds = {name: getattr(options, name) for name in _KINDS}
+    run = bench.profile if options.profile else bench.measure
+    with _status() as say:
+        rows = run(options.model, work, say, **kinds)
+    if options.output == "json":
+        print(json.dumps({"build": build_info(), "rows": rows}, indent=2))
+    else:
+        print(bench.to_csv(rows) if options.output == "csv" else bench.to_table(rows))
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """Shows a line of what is going on where somebody looks, and takes it away at the end."""
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def say(text: str) -> None:
+        if terminal:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    try:
+        yield say
+    finally:
+        say("")

@@ -102,20 +102,6 @@ def test_info_allocates_nothing_and_tells_the_plan(model: str, capsys: pytest.Ca
         assert word in text
 
 
-def test_bench_measures(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", model, "-p", "16", "-n", "4", "-r", "1"]
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["prompt"]["n_tokens"] == 16 and found["generation"]["n_tokens"] == 4
-    speed = found["generation"]["tokens_per_second"]
-    assert found["generation"]["gigabytes_per_second"] == pytest.approx(speed * found["bytes_per_token"] / 1e9)
-    assert found["read_gigabytes_per_second"] > 0
-    assert main(arguments) == 0
-    assert "GB/s" in capsys.readouterr().out
-    assert main(["bench", model, "-p", "0", "-n", "0"]) == 1
-    assert "nothing to measure" in capsys.readouterr().err
-
-
 def test_convert_is_the_converter(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     result = command("convert", str(tiny_checkpoint("kl")), "--outfile", str(out), "--outtype", "q8_0")
