@@ -1,4 +1,4 @@
-"""`deltallama bench`: what it measures, the bytes that ops move, and the checkpoints it is for. No test expects a speed."""
+"""`deltallama bench`: what it measures, the bytes that ops move, the checkpoints it is for. No test expects a speed."""
 
 from __future__ import annotations
 
