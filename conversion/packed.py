@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gguf_ext import GGUFError
+from gguf_ext import GGUFError, native
 
 from .checkpoint import Source
 from .config import Config
@@ -84,8 +84,34 @@ def check_pair(packed: Source, scale: Source, rows: int, cols: int) -> None:
             raise ConversionError(f"tensor {source.name}: shape {list(source.shape)}, expected {list(shape)}")
 
 
+class BadScaleError(Exception):
+    """A scale byte is 255, which is not a number."""
+
+    def __init__(self, row: int, block: int) -> None:
+        super().__init__(row, block)
+        self.row, self.block = row, block
+
+
 def repack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Reorder uint8 `[rows, cols/2]` and `[rows, cols/32]` to GGUF blocks, uint8 `[rows, cols/32 * 17]`."""
+    """Reorder uint8 `[rows, cols/2]` and `[rows, cols/32]` to GGUF blocks, uint8 `[rows, cols/32 * 17]`: in the native
+    library where there is one.
+
+    Raises:
+        BadScaleError: a scale byte is 255.
+    """
+    library = native.library()
+    try:
+        if library is not None:
+            return library.repack_mxfp4(np.ascontiguousarray(packed), np.ascontiguousarray(scale), n_threads=1)
+    except native.BadValueError as error:
+        raise BadScaleError(*divmod(error.index, scale.shape[1])) from None
+    return _repack_with_numpy(packed, scale)
+
+
+def _repack_with_numpy(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    bad = np.argwhere(scale == 0xFF)
+    if len(bad):
+        raise BadScaleError(*bad[0].tolist())
     rows, n_groups = scale.shape
     # Eight bytes at a time: a group is a word of elements 0..15 and a word of elements 16..31.
     words = np.ascontiguousarray(packed).view("<u8").reshape(-1, 2)
@@ -116,10 +142,10 @@ def repack_rows(packed: Source, scale: Source, expert: int, first: int, count: i
     # In this order, since a remote scale comes with the weight that it lies behind.
     codes = packed.raw(first * half, count * half).reshape(count, half)
     scales = scale.raw(first * n_groups, count * n_groups).reshape(count, n_groups)
-    bad = np.argwhere(scales == 0xFF)
-    if len(bad):
-        row, block = bad[0]
+    try:
+        return repack(codes, scales)
+    except BadScaleError as error:
         raise GGUFError(
-            f"tensor {scale.name}: expert {expert}, row {first + row}, block {block}: scale byte 255 is not a number"
-        )
-    return repack(codes, scales)
+            f"tensor {scale.name}: expert {expert}, row {first + error.row}, block {error.block}: "
+            "scale byte 255 is not a number"
+        ) from None

@@ -22,7 +22,7 @@ import tiny
 from conversion.base import EXPERTS
 from conversion.checkpoint import Checkpoint
 from conversion.config import Config
-from conversion.packed import repack
+from conversion.packed import BadScaleError, _repack_with_numpy, repack
 from gguf_ext import GGUFReader, PlannedTensor
 from gguf_ext.constants import GGMLQuantizationType as T
 from gguf_ext.metadata import Metadata
@@ -127,10 +127,20 @@ def test_packed_experts_of_tiny_models_are_exact(
     assert all_experts_are_exact(folder, conversion.convert(folder, tmp_path / "x.gguf")) >= 7 * 7 * 3
 
 
-def test_repack_worked_example() -> None:
+@pytest.mark.parametrize("repack", [repack, _repack_with_numpy], ids=["native if there", "numpy"])
+def test_repack_worked_example(repack: Callable[..., np.ndarray]) -> None:
     source = bytes.fromhex("21436587 A9CBED0F 10325476 98BADCFE")
     packed, scale = np.frombuffer(source, np.uint8)[None], np.array([[120]], np.uint8)
     assert repack(packed, scale).tobytes() == b"\x78" + bytes.fromhex("01122334 45566778 899AABBC CDDEEFF0")
+
+
+@pytest.mark.parametrize("repack", [repack, _repack_with_numpy], ids=["native if there", "numpy"])
+def test_a1_a_scale_that_is_no_number_is_found(repack: Callable[..., np.ndarray]) -> None:
+    scale = np.full((3, 4), 120, np.uint8)
+    scale[1, 2] = 255
+    with pytest.raises(BadScaleError) as error:
+        repack(np.zeros((3, 64), np.uint8), scale)
+    assert (error.value.row, error.value.block) == (1, 2)
 
 
 def test_packed_and_plain_experts_hold_the_same_weights(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
