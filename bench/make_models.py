@@ -41,7 +41,7 @@ HEADS: dict[str, Any] = {
     "vocab_size": 32768,
     "num_experts_per_token": 8,
 }
-# name -> architecture and config keys; the MLA layers are those of `tiny.default_layers`: every fourth, and the last of K3.
+# name -> architecture and config keys; MLA layers are those of `tiny.default_layers`: every fourth, and the last ones.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "kl-bench": (
         "kimi-linear",
