@@ -9,7 +9,8 @@ threads but without the kernel's cache of files), and the ratio to the floor; fo
 Outputs are written to WORK, which should be on the disk that is meant, and removed again.
 
 `--vocab-only` converts the vocabulary alone, without a floor. The machine must have nothing else to do: see
-`llama_bench.py`. `make_models.py` makes the checkpoints.
+`llama_bench.py`. `make_models.py` makes the checkpoints; their vocabularies are generated, so upstream's converter runs
+through `upstream_convert.py`, which says what that changes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any
 
 import machine
 
-CONVERTER = Path(__file__).resolve().parent.parent / "convert_hf_to_gguf.py"
+HERE = Path(__file__).resolve().parent
+CONVERTER = HERE.parent / "convert_hf_to_gguf.py"
 
 
 class JobError(RuntimeError):
@@ -95,15 +97,15 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     work = options.work
     more = ["--vocab-only"] if options.vocab_only else ["--outtype", options.outtype]
 
-    def converter(python: str, script: Path, output: Path) -> list[str]:
-        return [python, str(script), str(options.checkpoint), "--outfile", str(output), *more]
+    def converter(start: list[str | Path], output: Path) -> list[str]:
+        return [*map(str, start), str(options.checkpoint), "--outfile", str(output), *more]
 
-    found = [Job("ours", converter(sys.executable, CONVERTER, work / "ours.gguf"), work / "ours.gguf")]
+    found = [Job("ours", converter([sys.executable, CONVERTER], work / "ours.gguf"), work / "ours.gguf")]
     if not options.vocab_only:
         found.insert(0, Job("floor", ["cat", *shards], work / "floor.bin", floor=True))
     if options.upstream is not None:
-        command = converter(options.python, options.upstream, work / "upstream.gguf")
-        found.append(Job("upstream", command, work / "upstream.gguf"))
+        start = [options.python, HERE / "upstream_convert.py", options.upstream]
+        found.append(Job("upstream", converter(start, work / "upstream.gguf"), work / "upstream.gguf"))
     return found
 
 

@@ -200,9 +200,17 @@ def test_llama_bench_says_what_failed(
 
 # -- convert_bench.py --------------------------------------------------------------------------------------------------
 
+# As upstream's script is laid out: it imports from beside it, and from transformers.
 FAKE_UPSTREAM = """
-import pathlib, sys, time
+import pathlib, sys
+from conversion.base import TextModel
+from transformers import AutoTokenizer
 arguments = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(pathlib.Path(arguments[0]), trust_remote_code=True)
+assert TextModel().get_vocab_base_pre(tokenizer) == "kimi-k2"
+ranks, special = tokenizer.model._mergeable_ranks, tokenizer.special_tokens
+assert [*ranks.values(), *special.values()] == list(range(512)) and ranks[b"a"] == 97
+assert special["[EOS]"] == tokenizer.eos_id and special["[BOS]"] == len(ranks)
 out = pathlib.Path(arguments[arguments.index("--outfile") + 1])
 memory = bytearray(80 << 20)
 memory[::4096] = bytes([1]) * len(memory[::4096])
@@ -213,7 +221,12 @@ pathlib.Path(__file__).with_name("calls").open("a").write(" ".join(arguments) + 
 
 
 def fake_upstream(folder: Path, ending: str = "") -> Path:
-    path = folder / "upstream.py"
+    root = folder / "upstream"
+    (root / "conversion").mkdir(parents=True)
+    (root / "conversion" / "__init__.py").touch()
+    (root / "conversion" / "base.py").write_text("class TextModel:\n    pass\n")
+    (root / "transformers.py").write_text("class AutoTokenizer:\n    pass\n")
+    path = root / "convert_hf_to_gguf.py"
     path.write_text(FAKE_UPSTREAM.format(ending=ending))
     return path
 
@@ -235,7 +248,7 @@ def test_convert_bench_compares_three_jobs(
         assert row["to_ours"] == pytest.approx(row["seconds"] / rows["ours"]["seconds"])
     assert rows["upstream"]["peak_mebibytes"] > 80 > rows["floor"]["peak_mebibytes"] > 0
     assert list(work.iterdir()) == []
-    calls = (tmp_path / "calls").read_text().splitlines()
+    calls = (tmp_path / "upstream" / "calls").read_text().splitlines()
     assert calls == [f"{checkpoint} --outfile {work / 'upstream.gguf'} --outtype q8_0"] * 2
     assert convert_bench.main([*arguments, "--vocab-only"]) == 0
     table = capsys.readouterr().out.splitlines()
