@@ -254,7 +254,7 @@ def _warn(reader: GGUFReader, tensors: Sequence[PlannedTensor], imatrix: Importa
     unweighted = []
     for tensor in tensors:
         before = reader.tensors[tensor.name].type
-        if before not in _FULL_PRECISION and before != tensor.type:
+        if before not in _FULL_PRECISION and tensor.type not in (before, *_FLOATS):
             twice.setdefault(before, []).append(tensor.name)
         if tensor.type in _FLOATS or tensor.type == before or tensor.name in _WITHOUT_IMPORTANCE:
             continue
