@@ -110,7 +110,10 @@ PACKAGES: dict[str, set[str]] = {
 TORCH_FOLDERS = ("models/train",)
 TORCH = {"torch", "safetensors", "transformers", "compressed_tensors"}
 # File -> what it may import inside of functions, where an extra brings it.
-WITH_AN_EXTRA = {"conversion/compressed.py": {"torch", "compressed_tensors"}}
+WITH_AN_EXTRA = {
+    "conversion/compressed.py": {"torch", "compressed_tensors"},
+    "bench/upstream_convert.py": {"transformers"},  # run by an interpreter that another program needs
+}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
