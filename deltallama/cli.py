@@ -97,6 +97,7 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+_SIZES = ("n_ctx", "n_threads", "n_threads_batch", "pin_threads", "interleave_memory")
 _KINDS = ("n_batch", "activations", "cache_type", "device")  # options of a model but its sizes
 
 
@@ -116,6 +117,13 @@ def _add_model_options(parser: argparse.ArgumentParser, sizes: bool = True) -> N
     if sizes:
         group.add_argument("-c", "--n-ctx", type=int, default=0, metavar="N", help="positions; 0: at most 4096")
         group.add_argument("-t", "--n-threads", type=int, default=0, metavar="N", help="0: physical cores")
+    group.add_argument(
+        "--n-threads-batch", type=int, default=0, metavar="N", help="while a prompt is computed; 0: as --n-threads"
+    )
+    group.add_argument("--pin-threads", action="store_true", help="each thread stays on a processor of its own")
+    group.add_argument(
+        "--interleave-memory", action="store_true", help="spread memory over the nodes of a machine that has several"
+    )
     group.add_argument("-b", "--n-batch", type=int, default=0, metavar="N", help="prompt rows per step; 0: 512")
     group.add_argument("--activations", default="fine", help="exact, fine or fast (default: %(default)s)")
     group.add_argument("--cache-type", default="f16", help="f32, f16 or bf16 (default: %(default)s)")
@@ -123,7 +131,7 @@ def _add_model_options(parser: argparse.ArgumentParser, sizes: bool = True) -> N
 
 
 def _model_options(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in ("n_ctx", "n_threads", *_KINDS)}
+    return {name: getattr(options, name) for name in (*_SIZES, *_KINDS)}
 
 
 # -- run -------------------------------------------------------------------------------------------------------------

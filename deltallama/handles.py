@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ._ffi import call, ffi, fill, lib, new_struct, struct_values
-from .checks import brief, choice, function, path_bytes, token_ids
+from .checks import brief, choice, flag, function, path_bytes, token_ids
 from .errors import ArgumentError, StateError
 from .interrupt import interruptible
 
@@ -50,6 +50,9 @@ class Params:
         *,
         n_ctx: int = 0,
         n_threads: int = 0,
+        n_threads_batch: int = 0,
+        pin_threads: bool = False,
+        interleave_memory: bool = False,
         n_batch: int = 0,
         n_outputs: int = 0,
         activations: str = "fine",
@@ -69,6 +72,9 @@ class Params:
             self.struct,
             n_ctx=n_ctx,
             n_threads=n_threads,
+            n_threads_batch=n_threads_batch,
+            pin_threads=flag("pin_threads", pin_threads),
+            interleave_memory=flag("interleave_memory", interleave_memory),
             n_batch=n_batch,
             n_outputs=n_outputs,
             checkpoint_every=checkpoint_every,

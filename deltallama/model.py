@@ -76,6 +76,9 @@ class Llama:
         *,
         n_ctx: int = 0,
         n_threads: int = 0,
+        n_threads_batch: int = 0,
+        pin_threads: bool = False,
+        interleave_memory: bool = False,
         n_batch: int = 0,
         n_outputs: int = 0,
         activations: str = "fine",
@@ -91,10 +94,13 @@ class Llama:
         Args:
             n_ctx: positions; 0: the smaller of the file's context length and 4096.
             n_threads: 0: physical cores.
+            n_threads_batch: threads while a prompt is computed; 0: n_threads. Results do not depend on either.
+            pin_threads: each thread stays on a processor of its own.
+            interleave_memory: memory is spread over all nodes of a machine that has several.
             n_batch: rows computed together in a prompt; 0: 512.
             n_outputs: rows per step that may keep logits; 0: 16.
-            activations: "exact" computes in float64, "fine" and "fast" in float32 with inputs of products with quantized
-                weights rounded to 16 or 8 bits per value.
+            activations: "exact" computes in float64; "fine" and "fast" in float32, with inputs of products with
+                quantized weights rounded to 16 or 8 bits per value.
             cache_type: type of the latent cache: "f32", "f16", "bf16".
             seed: seed of calls that name none; None: a new one for each call.
             device: kind of device: "cpu", or "ref" (scalar and slow, the definition).
@@ -109,7 +115,8 @@ class Llama:
             OutOfMemoryError: the planned memory cannot be had.
         """
         params = Params(
-            n_ctx=n_ctx, n_threads=n_threads, n_batch=n_batch, n_outputs=n_outputs, activations=activations,
+            n_ctx=n_ctx, n_threads=n_threads, n_threads_batch=n_threads_batch, pin_threads=pin_threads,
+            interleave_memory=interleave_memory, n_batch=n_batch, n_outputs=n_outputs, activations=activations,
             cache_type=cache_type, device=device, checkpoint_bytes=checkpoint_bytes, checkpoint_every=checkpoint_every,
             progress=progress,
         )  # fmt: skip

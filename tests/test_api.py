@@ -370,7 +370,9 @@ def test_plan_is_what_open_does(engine: Engine, path: Path) -> None:
         ("cache_type", 8, ["cache_type", "8"]),
         ("n_batch", 2**31, ["n_batch"]),
         ("n_sessions", 2**31, ["n_sessions"]),
+        ("n_threads", 2**31 - 1, ["thread", str(2**31 - 1)]),
         ("n_threads", 2**31, ["thread"]),
+        ("n_threads_batch", 2000, ["2000 threads"]),
         ("n_ctx", 2**31, ["n_ctx", str(2**31)]),
     ],
 )

@@ -145,6 +145,10 @@ def test_threads_change_nothing(
     for n_threads in (1, 2, 5):
         with Engine(path, n_ctx=60, n_batch=32, n_threads=n_threads, activations=activations) as engine:
             results.append(engine.logits(tokens, [40, 1, 1]))
+    placed = {"n_threads": 1, "n_threads_batch": 3, "pin_threads": 1, "interleave_memory": 1}
+    with Engine(path, n_ctx=60, n_batch=32, activations=activations, **placed) as engine:
+        assert engine.info.n_threads == 3
+        results.append(engine.logits(tokens, [40, 1, 1]))
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 

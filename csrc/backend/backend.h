@@ -42,6 +42,9 @@ struct RunOptions {
 
 struct BackendOptions {
     int32_t n_threads = 0;           // 0: physical cores
+    int32_t n_threads_batch = 0;     // in steps with more tokens than sequences; 0: as many
+    bool pin_threads = false;
+    bool interleave_memory = false;
     delta_activations activations = DELTA_FINE;
 };
 

@@ -92,6 +92,13 @@ std::vector<int> affinity() {
     return ids;
 }
 
+// A name of the core that processor `id` belongs to: the list of all its threads, equal for each of them.
+std::string core_of(int id) {
+    const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(id) + "/topology/";
+    const std::string siblings = first_line(folder + "thread_siblings_list");
+    return siblings.empty() ? "cpu" + std::to_string(id) : siblings;
+}
+
 // Processors' worth of time a container may use; INT32_MAX without a limit.
 int32_t quota() {
     std::istringstream line(first_line("/sys/fs/cgroup/cpu.max"));  // "200000 100000" or "max 100000"
@@ -148,12 +155,19 @@ int32_t usable_cpus() { return limited(affinity().size()); }
 int32_t physical_cores() {
     std::set<std::string> cores;
     for (const int id : affinity()) {
-        // The list of all threads of a core, equal for each of them.
-        const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(id) + "/topology/";
-        const std::string siblings = first_line(folder + "thread_siblings_list");
-        cores.insert(siblings.empty() ? "cpu" + std::to_string(id) : siblings);
+        cores.insert(core_of(id));
     }
     return limited(cores.size());
+}
+
+std::vector<int> processors_by_core() {
+    std::vector<int> order, seconds;
+    std::set<std::string> cores;
+    for (const int id : affinity()) {
+        (cores.insert(core_of(id)).second ? order : seconds).push_back(id);
+    }
+    order.insert(order.end(), seconds.begin(), seconds.end());
+    return order;
 }
 
 std::string processor_name() {

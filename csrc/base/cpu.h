@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace delta {
 
@@ -22,6 +23,8 @@ Isa choose_isa();
 // Processors this process may run on (affinity, container quota), and the physical cores among them. At least 1.
 int32_t usable_cpus();
 int32_t physical_cores();
+// Ids of the processors this process may run on, one of each core before the second of any.
+std::vector<int> processors_by_core();
 // "Intel(R) Xeon(R) ..."; "unknown processor" if the system does not say.
 std::string processor_name();
 

@@ -1,11 +1,13 @@
 #include "base/threads.h"
 
 #include <algorithm>
+#include <optional>
 #include <system_error>
 #include <utility>
 
 #include "base/cpu.h"
 #include "base/error.h"
+#include "base/placement.h"
 
 namespace delta {
 namespace {
@@ -33,15 +35,16 @@ void ThreadPool::check_size(int32_t n_threads) {
     }
 }
 
-ThreadPool::ThreadPool(int32_t n_threads) {
-    check_size(n_threads);
-    const int32_t n = n_threads == 0 ? std::min(physical_cores(), kMaxThreads) : n_threads;
+ThreadPool::ThreadPool(const ThreadOptions& options) {
+    check_size(options.n_threads);
+    const int32_t n = options.n_threads == 0 ? std::min(physical_cores(), kMaxThreads) : options.n_threads;
+    n_used_ = n;
     // With more threads than processors a spinning thread only keeps a working one away.
     spin_limit_ = n <= usable_cpus() ? kSpins : 0;
     workers_.reserve(static_cast<size_t>(n) - 1);
     try {
         for (int32_t i = 1; i < n; ++i) {
-            workers_.emplace_back(&ThreadPool::worker, this, i);
+            workers_.emplace_back(&ThreadPool::worker, this, i, options);
         }
     } catch (const std::system_error& error) {
         const auto started = workers_.size();
@@ -79,7 +82,7 @@ void ThreadPool::parallel_for(int64_t n_items, int64_t chunk, Fn fn, void* conte
     }
     chunk = std::max<int64_t>(chunk, 1);
     const bool nested = current_pool == this;
-    if (nested || workers_.empty() || chunk >= n_items) {
+    if (nested || n_used_ <= 1 || chunk >= n_items) {
         const int32_t thread = nested ? current_thread : 0;
         std::unique_lock<std::mutex> turn;
         if (!nested) {
@@ -126,7 +129,14 @@ void ThreadPool::parallel_for(int64_t n_items, int64_t chunk, Fn fn, void* conte
     }
 }
 
-void ThreadPool::worker(int32_t thread) {
+void ThreadPool::worker(int32_t thread, const ThreadOptions& options) {
+    std::optional<InterleavedMemory> interleaved;
+    if (options.interleave) {
+        interleaved.emplace();
+    }
+    if (options.pin) {
+        pin_this_thread(thread);
+    }
     current_pool = this;
     current_thread = thread;
     uint64_t finished = 0;
@@ -150,7 +160,9 @@ void ThreadPool::worker(int32_t thread) {
         }
         active_.fetch_add(1);
         if (open_.load() == job) {
-            run_chunks(thread);
+            if (thread < n_used_) {
+                run_chunks(thread);
+            }
             finished = job;
         }
         if (active_.fetch_sub(1) == 1 && caller_sleeps_.load()) {

@@ -12,6 +12,12 @@
 
 namespace delta {
 
+struct ThreadOptions {
+    int32_t n_threads = 0;    // 0: physical cores
+    bool pin = false;         // each thread but the caller's on a processor of its own
+    bool interleave = false;  // what these threads are the first to touch is spread over the memory nodes
+};
+
 class ThreadPool {
    public:
     // Items begin .. end - 1 on thread `thread` (0 .. n_threads - 1, for per-thread scratch). Must not throw.
@@ -22,12 +28,16 @@ class ThreadPool {
     static void check_size(int32_t n_threads);
 
     // 0: physical cores. The calling thread is one of them. Throws Error (ARG, DEVICE).
-    explicit ThreadPool(int32_t n_threads);
+    explicit ThreadPool(const ThreadOptions& options);
+    explicit ThreadPool(int32_t n_threads) : ThreadPool(ThreadOptions{.n_threads = n_threads}) {}
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int32_t n_threads() const { return static_cast<int32_t>(workers_.size()) + 1; }
+    // From now on only this many threads work, at most n_threads(). Not while a job runs.
+    void use(int32_t n_threads) { n_used_ = n_threads; }
+    int32_t n_used() const { return n_used_; }
 
     // Calls `fn` until all of 0 .. n_items - 1 are done, at most `chunk` items at a time. Returns when every call has returned.
     // Called from inside `fn`, it runs on the calling thread alone. Two callers at once take turns.
@@ -44,12 +54,13 @@ class ThreadPool {
     }
 
    private:
-    void worker(int32_t thread);
+    void worker(int32_t thread, const ThreadOptions& options);
     void run_chunks(int32_t thread);
     void stop();
 
     std::vector<std::thread> workers_;
     int32_t spin_limit_;
+    int32_t n_used_;
     std::mutex caller_mutex_;  // held by the caller of a job
 
     // The job. Written while no job is open and no worker is inside; read by workers that entered an open one.

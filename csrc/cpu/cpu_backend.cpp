@@ -27,6 +27,13 @@ CpuKernels choose_kernels() {
     return kernels;
 }
 
+ThreadOptions pool_options(const BackendOptions& options) {
+    ThreadPool::check_size(options.n_threads);
+    ThreadPool::check_size(options.n_threads_batch);
+    const int32_t n = options.n_threads == 0 ? physical_cores() : options.n_threads;
+    return {std::max(n, options.n_threads_batch), options.pin_threads, options.interleave_memory};
+}
+
 }  // namespace
 
 CpuType cpu_type(const TypeInfo& type) {
@@ -52,9 +59,12 @@ CpuType cpu_type(const TypeInfo& type) {
 }
 
 CpuBackend::CpuBackend(const BackendOptions& options)
-    : pool(options.n_threads), kernels(choose_kernels()), activations(options.activations) {}
+    : pool(pool_options(options)), kernels(choose_kernels()), activations(options.activations),
+      n_threads_(options.n_threads == 0 ? physical_cores() : options.n_threads),
+      n_threads_batch_(options.n_threads_batch == 0 ? n_threads_ : options.n_threads_batch) {}
 
 void CpuBackend::run_op(const OpCall& call) {
+    pool.use(call.step->tokens.size() > call.step->seqs.size() ? n_threads_batch_ : n_threads_);
     if (exact()) {
         run_exactly(call);
         return;

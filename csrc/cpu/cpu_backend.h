@@ -13,7 +13,7 @@ class CpuBackend final : public HostBackend {
     explicit CpuBackend(const BackendOptions& options);
 
     void describe(delta_device_info& info) const override;
-    int32_t n_threads() const override { return pool.n_threads(); }
+    int32_t n_threads() const override { return pool.n_threads(); }  // the larger of the two numbers below
     ValueType value_type() const override { return exact() ? ValueType::F64 : ValueType::F32; }
     void check_op(const Op& op) const override;
     size_t workspace_bytes(const Op& op, int32_t n_batch) const override;
@@ -29,7 +29,7 @@ class CpuBackend final : public HostBackend {
     template <class F>
     void parallel(int64_t n, int64_t cost, F&& f) {
         constexpr int64_t kWorthAThread = 16384;
-        const int64_t share = n / (int64_t{4} * pool.n_threads());
+        const int64_t share = n / (int64_t{4} * pool.n_used());
         pool.parallel_for(n, std::max<int64_t>({1, share, kWorthAThread / std::max<int64_t>(cost, 1)}), f);
     }
 
@@ -42,6 +42,9 @@ class CpuBackend final : public HostBackend {
 
    private:
     void run_exactly(const OpCall& call);
+
+    int32_t n_threads_;
+    int32_t n_threads_batch_;
 };
 
 // The kernels' number of a tensor type; kCpuTypes if there are none for it: then rows are decoded and multiplied as float32.

@@ -92,6 +92,10 @@ typedef struct delta_model_params {
     uint32_t poison;            /* 1: outputs are filled with NaN before every op (tests) */
     delta_progress_fn progress; /* called while the file is checked; may be null */
     void *progress_user;
+    uint32_t n_threads_batch;   /* in steps that compute a prompt; 0: n_threads */
+    uint32_t pin_threads;       /* 1: each thread but the caller's stays on a processor of its own */
+    uint32_t interleave_memory; /* 1: memory is spread over all nodes of the machine */
+    uint32_t reserved;          /* 0 */
 } delta_model_params;
 
 typedef struct delta_model_info {

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 
 #include "base/checksum.h"
 #include "base/error.h"
+#include "base/placement.h"
 
 namespace delta {
 namespace {
@@ -106,8 +108,13 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
     m->params.progress_user = nullptr;
     m->run_options.poison = params.poison != 0;
 
-    const BackendOptions options{static_cast<int32_t>(std::min<uint32_t>(params.n_threads, 4096)),
+    const auto count = [](uint32_t n) { return static_cast<int32_t>(std::min<uint32_t>(n, INT32_MAX)); };
+    const BackendOptions options{count(params.n_threads), count(params.n_threads_batch), params.pin_threads != 0, params.interleave_memory != 0,
                                  static_cast<delta_activations>(std::min<uint32_t>(params.activations, DELTA_FAST))};
+    std::optional<InterleavedMemory> interleaved;  // for what this function allocates
+    if (options.interleave_memory) {
+        interleaved.emplace();
+    }
     if (m->device_kind == "cpu") {
         m->backend = make_cpu_backend(options);
     } else if (m->device_kind == "ref") {
