@@ -74,7 +74,8 @@ def run(job: Job) -> None:
 
 
 def _spawn(command: Sequence[str], stdout: Path, stderr: Path) -> tuple[int, int]:
-    """Exit status of a command and the most bytes that it had resident."""
+    """Exit status of a command and the most bytes that it had resident, at least as many as this process has: Linux
+    counts what was there before the command took the place of a copy of it."""
     with stdout.open("wb") as out, stderr.open("ab") as err:
         try:
             process = subprocess.Popen(command, stdout=out, stderr=err)

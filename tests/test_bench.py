@@ -15,6 +15,7 @@ import pytest
 
 import conversion
 from deltallama import Llama
+from deltallama._ffi import call, ffi, lib, new_struct
 from deltallama.bench import Workload, measure, op_costs, profile, profiled, read_bandwidth, to_csv, to_table
 from deltallama.cli import main
 from deltallama.errors import ArgumentError
@@ -155,6 +156,25 @@ def test_the_profile_ends_with_an_error_too(k3_path: Path) -> None:
             llm.eval([10**6])
         llm.eval([1])
         assert all(op["n_runs"] == 0 for op in op_costs(llm))
+
+
+def test_nothing_is_measured_while_the_model_computes(llm: Llama) -> None:
+    model, speed, statuses = llm._handles.model, ffi.new("double *"), []
+
+    def progress(done: int, total: int) -> None:
+        struct = new_struct("delta_op_profile")
+        statuses.append(lib.delta_model_profile(model, 1))
+        statuses.append(lib.delta_model_profile_get(model, 0, struct))
+        statuses.append(lib.delta_model_read_bandwidth(model, 1, speed))
+
+    llm.sync(list(range(100)), progress)
+    assert statuses and set(statuses) == {lib.DELTA_BUSY}
+
+
+def test_an_op_that_is_not_there(llm: Llama) -> None:
+    count = lib.delta_model_op_count(llm._handles.model)
+    with pytest.raises(ArgumentError, match=f"op {count} is not in 0..{count - 1}"):
+        call(lib.delta_model_profile_get(llm._handles.model, count, new_struct("delta_op_profile")))
 
 
 def test_bandwidth(llm: Llama) -> None:
