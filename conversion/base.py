@@ -7,6 +7,7 @@ bytes per layer (`A_log`, so that a wrong one is found before hours of writing).
 
 from __future__ import annotations
 
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,8 @@ from .errors import ConversionError, listed
 from .folds import Fold, stack_packed, stack_plain
 from .layouts import LEGACY, Stack, cut, published_name
 from .types import Types
+
+log = logging.getLogger("conversion")
 
 ONE = "1"  # an axis of length one
 MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # far beyond any model; a damaged count must not become a loop without end
@@ -195,6 +198,7 @@ class Converter(ABC):
         rest: list[tuple[int, list[PlannedTensor]]] = []
         for layer, sources in sorted(experts.items()):
             outputs = list(self._plan_experts(layer, sources, types))
+            _note(sources.values(), outputs)
             if outputs[0].type == GGMLQuantizationType.MXFP4:
                 first += outputs
             else:
@@ -202,7 +206,9 @@ class Converter(ABC):
         for (layer_or_none, fold), named in groups.items():
             block = "" if layer_or_none is None else c.BLOCK.format(layer=layer_or_none)
             with self.config.checks:
-                rest.append((last(named.values()), fold.plan(block, named, types)))
+                outputs = fold.plan(block, named, types)
+                _note(named.values(), outputs)
+                rest.append((last(named.values()), outputs))
         rest.sort(key=lambda entry: entry[0])
         return first + [output for _, outputs in rest for output in outputs]
 
@@ -396,6 +402,16 @@ class Converter(ABC):
                 yield stack_packed(block, name, pairs)
             else:
                 yield stack_plain(block, name, [sources[n, projection, "weight"] for n in numbers], types)
+
+
+def _note(sources: Iterable[Source], outputs: Iterable[PlannedTensor]) -> None:
+    """A line per output for the curious: where it comes from and what it becomes."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    names = [source.name for source in sources]
+    origin = " + ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]} ({len(names)} tensors)"
+    for output in outputs:
+        log.debug("%s -> %s, ne %s, %s", origin, output.name, list(output.ne), output.type.name)
 
 
 _CONVERTERS: dict[str, type[Converter]] = {}

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from gguf_ext import GGUFError
 from gguf_ext.split import Limits, parse_size
@@ -199,13 +200,13 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 def reported(work: Callable[[Progress | None], int], verbose: bool) -> int:
     """Run `work`, whose progress is shown if standard error is a terminal, with log lines on standard error; the exit
     status: that of `work`, 1 after an error, which is printed, 130 when interrupted."""
-    handler = logging.StreamHandler(sys.stderr)
+    bar = _Progress() if sys.stderr.isatty() else None
+    handler = _Handler(bar)
     handler.setFormatter(_Formatter())
     logs = [logging.getLogger(name) for name in ("conversion", "gguf_ext")]
     for log in logs:
         log.addHandler(handler)
         log.setLevel(logging.DEBUG if verbose else logging.INFO)
-    bar = _Progress() if sys.stderr.isatty() else None
     try:
         return work(bar)
     except (ConversionError, GGUFError, OSError) as error:
@@ -272,6 +273,19 @@ def _fail(bar: _Progress | None, message: str, status: int) -> int:
     return status
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Log lines on standard error, which take the place of the progress line until it is drawn again."""
+
+    def __init__(self, bar: _Progress | None) -> None:
+        super().__init__(sys.stderr)
+        self.bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.bar is not None:
+            self.bar.clear()
+        super().emit(record)
+
+
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = "warning: " if record.levelno >= logging.WARNING else ""
@@ -313,3 +327,4 @@ class _Progress:
         if self.width:
             sys.stderr.write("\r" + " " * self.width + "\r")
             sys.stderr.flush()
+            self.width = 0

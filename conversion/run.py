@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -166,7 +167,6 @@ def plan_file(
     vocabulary.add_fields(plan)
     for tensor in tensors:
         plan.add_tensor(tensor)
-        log.debug("%s: %s, ne %s", tensor.name, tensor.type.name, tensor.ne)
     name = described.file_name(_type_name(file_type))
     return plan, _target(Path(request.model_dir), request.outfile, name, file_type)
 
@@ -215,6 +215,7 @@ def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | N
         if missing > free:
             log.warning("%d bytes are needed, but only %d are free on that disk", missing, free)
     elif not request.verify_only:
+        started = time.monotonic()
         is_complete = outputs.write(
             selected,
             force=request.force,
@@ -223,11 +224,27 @@ def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | N
             threads=request.threads,
             confirm=partial(_confirm, checkpoint, _shard_facts(checkpoint)),
         )
+        for line in summary(selected, time.monotonic() - started):
+            log.info("%s", line)
         if is_complete and len(outputs.outputs) > 1:
             log.info("the set of %d files is complete", len(outputs.outputs))
     if request.verify or request.verify_only:
         _verify(request, selected)
     return [output.path for output in selected]
+
+
+def summary(outputs: Sequence[Output], seconds: float) -> list[str]:
+    """A table of what was written: tensors and bytes of each type, and of all files."""
+    types: dict[str, tuple[int, int]] = {}
+    for output in outputs:
+        for tensor in output.plan.tensors.values():
+            count, n_bytes = types.get(tensor.type.name, (0, 0))
+            types[tensor.type.name] = (count + 1, n_bytes + tensor.n_bytes)
+    size = sum(output.size for output in outputs)
+    lines = [f"{'type':8} {'tensors':>8} {'bytes':>18}"]
+    lines += [f"{name:8} {count:8} {n_bytes:18,}" for name, (count, n_bytes) in sorted(types.items())]
+    lines.append(f"{'all':8} {sum(count for count, _ in types.values()):8} {size:18,}  in {seconds:.1f} s")
+    return lines
 
 
 def _verify(request: Request, outputs: Sequence[Output]) -> None:

@@ -34,7 +34,12 @@ def test_script_converts_from_any_folder(tiny_checkpoint: Callable[..., Path], t
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert "KimiK3ForConditionalGeneration with 8 layers" in done.stderr
-    assert "blk.1.ffn_gate_exps.weight: MXFP4, ne (32, 64, 8)" in done.stderr
+    of_experts = r"experts\.0\.w1\.weight_packed … \S+ \(48 tensors\) -> blk\.1\.ffn_gate_exps\.weight, "
+    assert re.search(of_experts + r"ne \[32, 64, 8\], MXFP4", done.stderr)
+    assert "model.norm.weight -> output_norm.weight, ne [64], F32" in done.stderr
+    table = [line.split() for line in done.stderr.splitlines() if re.match(r"(F32|MXFP4|all) +\d", line)]
+    assert [row[0] for row in table] == ["F32", "MXFP4", "all"] and table[1][1] == "21"
+    assert table[2][2].replace(",", "") == str((tmp_path / "out.gguf").stat().st_size)
     short = (
         r"warning: blk\.3\.attn_q_b\.weight and \d like it: rows of 48 values are not whole Q8_0 blocks; written as F16"
     )
