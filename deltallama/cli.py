@@ -97,8 +97,10 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-_SIZES = ("n_ctx", "n_threads", "n_threads_batch", "pin_threads", "interleave_memory")
-_KINDS = ("n_batch", "activations", "cache_type", "device")  # options of a model but its sizes
+# Options of a model but its sizes, which `bench` takes from its workload.
+_KINDS = (
+    "n_threads_batch", "pin_threads", "interleave_memory", "n_batch", "activations", "cache_type", "device",
+)  # fmt: skip
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +133,7 @@ def _add_model_options(parser: argparse.ArgumentParser, sizes: bool = True) -> N
 
 
 def _model_options(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in (*_SIZES, *_KINDS)}
+    return {name: getattr(options, name) for name in ("n_ctx", "n_threads", *_KINDS)}
 
 
 # -- run -------------------------------------------------------------------------------------------------------------
