@@ -504,6 +504,8 @@ def test_busy_and_queries_from_a_second_thread(
             fork=lib.delta_session_fork(handle, ffi.new("delta_session **")),
             save=lib.delta_session_save(handle, saved + b"2"),
             load=lib.delta_session_load(handle, saved),
+            collect=lib.delta_model_collect_inputs(engine.model),
+            input_stats=lib.delta_model_input_stats(engine.model, 0, sized("delta_input_stats")),
         )
 
     def queries() -> None:
@@ -535,7 +537,7 @@ def test_busy_and_queries_from_a_second_thread(
     assert wrong == []
     assert lengths == [4, 8, 12, 16, 20]
     assert not (tmp_path / "saved2").exists()
-    assert len(refused) == 8
+    assert len(refused) == 10
     with Fresh(path) as fresh:
         fresh.check(running, tokens)
         fresh.check(idle, [7, 8])

@@ -16,11 +16,12 @@ size_t delta_model_input_count(const delta_model* model) {
     return model == nullptr || model->model->input_collector == nullptr ? 0 : model->model->input_collector->stats().size();
 }
 
-delta_status delta_model_input_stats(const delta_model* model, size_t index, delta_input_stats* stats) {
+delta_status delta_model_input_stats(delta_model* model, size_t index, delta_input_stats* stats) {
     return guard([&] {
         require(model, "model");
         require(stats, "stats");
         require_size(stats->size, sizeof *stats, "delta_input_stats");
+        const Computing computing(*model);
         const size_t count = delta_model_input_count(model);
         if (index >= count) {
             throw Error(DELTA_ARG, format("index is %zu, but statistics of %zu tensors are collected", index, count));

@@ -281,8 +281,8 @@ delta_status delta_model_read_bandwidth(delta_model *model, uint32_t n_threads, 
 delta_status delta_model_collect_inputs(delta_model *model);
 /* Number of tensors that are collected for; 0 before collecting has begun. */
 size_t delta_model_input_count(const delta_model *model);
-/* The statistics of tensor `index`; not during a computation. */
-delta_status delta_model_input_stats(const delta_model *model, size_t index, delta_input_stats *stats);
+/* The statistics of tensor `index` < delta_model_input_count; `stats->size` must be set. DELTA_BUSY during a computation. */
+delta_status delta_model_input_stats(delta_model *model, size_t index, delta_input_stats *stats);
 
 /* -- session ------------------------------------------------------------------------------------------------------------- */
 /* Takes a free slot; DELTA_STATE if there is none. Free with delta_session_free. */
