@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -28,7 +29,10 @@ from gguf_ext.writer import Progress
 
 from .errors import ConversionError
 from .folds import SLAB_VALUES, slab_rows
+from .shards import LocalShard, Shard
 from .types import OUTTYPES, OutType, Types, parse_override
+
+Shards = Mapping[Path, Shard]  # read by range: the maps of the reader would count as memory
 
 _FLOATS = {T.F32: "<f4", T.F16: "<f2", T.BF16: "<u2"}  # what the quantizers take as it is; BF16 as its bits
 _FULL_PRECISION = (*_FLOATS, T.Q8_0)
@@ -91,13 +95,16 @@ def run(job: Job) -> list[Path]:
     if job.outtype not in OUTTYPES:
         raise ConversionError(f"type {job.outtype!r}, expected one of {', '.join(OUTTYPES)}")
     imatrix = ImportanceMatrix.read(Path(job.imatrix)) if job.imatrix is not None else None
-    with GGUFReader(job.source) as reader:
-        plan = plan_file(reader, job, imatrix)
+    with GGUFReader(job.source) as reader, ExitStack() as opened:
+        shards: Shards = {path: LocalShard(path.name, path) for path in reader.paths}
+        for shard in shards.values():
+            opened.callback(shard.close)
+        plan = plan_file(reader, shards, job, imatrix)
         facts = {
             "outtype": job.outtype,
             "tensor_types": " ".join(job.tensor_types),
             "imatrix": sha256(Path(job.imatrix).read_bytes()).hexdigest()[:16] if job.imatrix is not None else "none",
-        } | _source_facts(reader)
+        } | _source_facts(shards)
         outputs = OutputSet(plan, Path(job.target), facts, job.limits)
         for output in outputs.outputs:
             if output.path.exists() and any(output.path.samefile(path) for path in reader.paths):
@@ -112,12 +119,12 @@ def run(job: Job) -> list[Path]:
                 restart=job.restart,
                 progress=job.progress,
                 threads=job.threads,
-                confirm=_confirm(reader),
+                confirm=_confirm(shards),
             )
     return [output.path for output in outputs.outputs]
 
 
-def plan_file(reader: GGUFReader, job: Job, imatrix: ImportanceMatrix | None) -> Plan:
+def plan_file(reader: GGUFReader, shards: Shards, job: Job, imatrix: ImportanceMatrix | None) -> Plan:
     """The keys of the source with what changes, and its tensors in their order with their new types.
 
     Raises:
@@ -126,7 +133,7 @@ def plan_file(reader: GGUFReader, job: Job, imatrix: ImportanceMatrix | None) ->
     """
     outtype = OUTTYPES[job.outtype]
     types = _types(reader, outtype, job)
-    tensors = [_plan_tensor(reader, info, types, imatrix) for info in reader.tensors.values()]
+    tensors = [_plan_tensor(shards[info.path], info, types, imatrix) for info in reader.tensors.values()]
     types.check_overrides(reader.tensors)
     for warning in types.warnings:
         log.warning("%s", warning)
@@ -181,7 +188,7 @@ def _new_fields(
     return new
 
 
-def _plan_tensor(reader: GGUFReader, info: TensorInfo, types: Types, imatrix: ImportanceMatrix | None) -> PlannedTensor:
+def _plan_tensor(shard: Shard, info: TensorInfo, types: Types, imatrix: ImportanceMatrix | None) -> PlannedTensor:
     match = _NAME.fullmatch(info.name)
     assert match is not None  # the expression fits every name that is not empty
     prefix, name = match[1] or "", match[2]
@@ -192,7 +199,7 @@ def _plan_tensor(reader: GGUFReader, info: TensorInfo, types: Types, imatrix: Im
         type_ = types.of(prefix, name, info.ne)
     n_rows = info.ne[1] if len(info.ne) > 1 else 1
     piece_rows = min(slab_rows(n_rows, info.ne[0], SLAB_VALUES), prod(info.ne[1:]))
-    produce = _producer(reader, info, type_, imatrix)
+    produce = _producer(shard, info, type_, imatrix)
     return PlannedTensor(info.name, info.ne, type_, produce, piece_rows, 8 * info.ne[0])
 
 
@@ -202,7 +209,7 @@ def _importance(entry: Entry, n_mats: int, n_cols: int) -> np.ndarray:
 
 
 def _producer(
-    reader: GGUFReader, info: TensorInfo, type_: T, imatrix: ImportanceMatrix | None
+    shard: Shard, info: TensorInfo, type_: T, imatrix: ImportanceMatrix | None
 ) -> Callable[[int, int], np.ndarray]:
     """The rows of a tensor in another type, its importance per matrix.
 
@@ -212,7 +219,7 @@ def _producer(
     n_cols, n_rows = info.ne[0], info.ne[1] if len(info.ne) > 1 else 1
     n_mats = prod(info.ne[2:])
     block, size = GGML_QUANT_SIZES[info.type]
-    raw = reader.data(info.name).reshape(n_rows * n_mats, n_cols // block * size)
+    row_bytes = n_cols // block * size
     entry = imatrix.entries.get(info.name) if imatrix is not None and type_ not in _FLOATS else None
     if entry is not None:
         try:
@@ -220,23 +227,24 @@ def _producer(
         except GGUFError as error:
             raise GGUFError(f"tensor {info.name}: the importance matrix is another model's: {error}") from None
 
-    def encode(first: int, count: int) -> np.ndarray:
+    def encode(rows: np.ndarray, first: int) -> np.ndarray:
         """Rows of one matrix."""
-        rows = raw[first : first + count]
         stored = _FLOATS.get(info.type)
         values = rows.view(stored) if stored is not None else dequantize_rows(rows, info.type, n_cols)
         weights = _importance(entry, n_mats, n_cols)[first // n_rows] if entry is not None else None
         return quantize_rows(values, type_, info.name, first, importance=weights)
 
     def produce(first: int, count: int) -> np.ndarray:
+        rows = shard.read(info.offset + first * row_bytes, count * row_bytes).reshape(count, row_bytes)
         if info.type == T.MXFP4:
-            _check_scales(raw[first : first + count], info, first)
+            _check_scales(rows, info, first)
         if info.type == type_ and type_ not in _FLOATS:
-            return raw[first : first + count]
+            return rows
         if entry is None:
-            return encode(first, count)
-        cuts = [first, *range((first // n_rows + 1) * n_rows, first + count, n_rows), first + count]
-        return np.concatenate([encode(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)])
+            return encode(rows, first)
+        cuts = range((first // n_rows + 1) * n_rows, first + count, n_rows)  # where the next matrix begins
+        parts = np.split(rows, [cut - first for cut in cuts])
+        return np.concatenate([encode(part, at) for part, at in zip(parts, (first, *cuts), strict=True)])
 
     return produce
 
@@ -273,20 +281,17 @@ def _warn(reader: GGUFReader, tensors: Sequence[PlannedTensor], imatrix: Importa
         log.warning("%s", sentence)
 
 
-def _source_facts(reader: GGUFReader) -> dict[str, str]:
-    facts = {}
-    for path in reader.paths:
-        status = path.stat()
-        facts[f"source {path.name}"] = f"{status.st_size} bytes of {status.st_mtime_ns}"
-    return facts
+def _source_facts(shards: Shards) -> dict[str, str]:
+    return {f"source {path.name}": shard.fingerprint() for path, shard in shards.items()}
 
 
-def _confirm(reader: GGUFReader) -> Callable[[], None]:
+def _confirm(shards: Shards) -> Callable[[], None]:
     """Refuses a result whose source was written to while it was read."""
-    before = _source_facts(reader)
+    before = _source_facts(shards)
 
     def confirm() -> None:
-        if _source_facts(reader) != before:
-            raise ConversionError(f"{reader.paths[0]} was changed while it was read: start over with --restart")
+        for shard, was, now in zip(shards.values(), before.values(), _source_facts(shards).values(), strict=True):
+            if was != now:
+                raise ConversionError(f"{shard.path} was changed while it was read: start over with --restart")
 
     return confirm

@@ -324,6 +324,35 @@ def test_another_request_does_not_continue_an_unfinished_file(
     requantize(k3, out, "q5_k_m", restart=True)
 
 
+def test_a_source_that_changes_meanwhile_gives_no_file(k3: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.gguf", tmp_path / "out.gguf"
+    content = k3.read_bytes()
+
+    def change(new: bytes) -> Callable[[str, int, int], None]:
+        def progress(name: str, done: int, total: int) -> None:
+            with open(source, "r+b") as file:
+                file.write(new)
+                file.truncate(len(new))
+
+        return progress
+
+    for new, message in [
+        (content[: len(content) // 2], r"in\.gguf: ends at byte \d+, expected \d+ or more"),
+        (content[:-1] + bytes([content[-1] ^ 1]), r"in\.gguf was changed while it was read"),
+    ]:
+        source.write_bytes(content)
+        with pytest.raises(ConversionError, match=message):
+            requantize(source, out, "q4_k_m", progress=change(new), threads=1, restart=True)
+        assert not out.exists()
+
+
+def test_the_source_is_not_resident(k3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped pages would count as memory: only the header is read through the map."""
+    monkeypatch.setattr(GGUFReader, "data", lambda *a: pytest.fail("tensors are read through the map"))
+    monkeypatch.setattr(GGUFReader, "dequantize", lambda *a: pytest.fail("tensors are read through the map"))
+    requantize(k3, tmp_path / "out.gguf", "q4_k_m")
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
