@@ -15,7 +15,7 @@ namespace delta {
 namespace {
 
 std::unique_ptr<Backend> make_backend(const delta_test_case& t) {
-    const BackendOptions options{static_cast<int32_t>(t.n_threads), static_cast<delta_activations>(t.activations)};
+    const BackendOptions options{.n_threads = static_cast<int32_t>(t.n_threads), .activations = static_cast<delta_activations>(t.activations)};
     const std::string device = t.device;
     if (device == "ref") {
         return make_ref_backend(options);
