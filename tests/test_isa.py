@@ -26,7 +26,7 @@ if not native.has_test_api():
 FFI, LIB = native.load()
 ISAS = FFI.string(LIB.delta_test_isas()).decode().split()
 INPUT_F32, INPUT_I16, INPUT_I8 = range(3)
-BLOCK, KEY_BLOCK, CHUNK, LANES = 32, 32, 16, 16
+BLOCK, KEY_BLOCK, CHUNK, LANES = 32, 64, 16, 16
 F16, BF16, Q8_0, MXFP4 = int(Type.F16), int(Type.BF16), int(Type.Q8_0), int(Type.MXFP4)
 SIZES = [1, 3, 4, 15, 16, 17, 48, 129, 1000]
 BOUND = 1e-12
@@ -432,35 +432,78 @@ def padded(x: np.ndarray, pad: int) -> np.ndarray:
     return np.ascontiguousarray(np.pad(x, ((0, 0), (0, pad - x.shape[1]))))
 
 
-@pytest.mark.parametrize("heads,latent,rest", [(1, 1, 0), (3, 40, 6), (7, 130, 3), (16, 512, 64)])
-@pytest.mark.parametrize("n_keys", [1, 5, 32, 75])
-@pytest.mark.parametrize("scale", [0.1, 20.0])
-def test_attend(
-    isa: str, rng: np.random.Generator, heads: int, latent: int, rest: int, n_keys: int, scale: float
-) -> None:
-    width = latent + rest
-    pad = (width + LANES - 1) // LANES * LANES
-    keys, queries = normal(rng, n_keys, width), normal(rng, heads, width)
-    running = [np.zeros((heads, pad), np.float32), np.full(heads, -np.inf, np.float32), np.zeros(heads, np.float32)]
-    for first in range(0, n_keys, KEY_BLOCK):
+def running(n: int, pad: int) -> list[np.ndarray]:
+    """y, best and sum of n queries that have seen no key."""
+    return [np.zeros((n, pad), np.float32), np.full(n, -np.inf, np.float32), np.zeros(n, np.float32)]
+
+
+def attend(isa: str, keys: np.ndarray, queries: np.ndarray, latent: int, scale: float) -> list[np.ndarray]:
+    pad = (keys.shape[1] + LANES - 1) // LANES * LANES
+    state = running(len(queries), pad)
+    for first in range(0, len(keys), KEY_BLOCK):
         block = keys[first : first + KEY_BLOCK]
-        inputs, sizes = [padded(block, pad), padded(queries, pad)], [len(block), heads, latent, pad]
-        running = call(isa, "attend", inputs, running, sizes, (scale,))
-    y, _, total = running
+        sizes = [len(block), len(queries), latent, pad]
+        state = call(isa, "attend", [padded(block, pad), padded(queries, pad)], state, sizes, (scale,))
+    return state
+
+
+def weighted_keys(keys: np.ndarray, queries: np.ndarray, latent: int, scale: float) -> tuple[np.ndarray, float]:
+    """The definition, and the error that a score's rounding may make of it, which the exponential multiplies."""
     s = wide(queries) @ wide(keys).T * float(np.float32(scale))
     p = np.exp(s - s.max(axis=1, keepdims=True))
-    expected = p / p.sum(axis=1, keepdims=True) @ wide(keys)[:, :latent]
-    # A score of several hundred carries a rounding error that its exponential multiplies.
-    found = y[:, :latent] / total[:, None]
-    assert off(found, expected, np.abs(keys[:, :latent]).mean()) < BOUND + (3e-7 * np.abs(s).max()) ** 2
+    return p / p.sum(axis=1, keepdims=True) @ wide(keys)[:, :latent], (3e-7 * float(np.abs(s).max())) ** 2
+
+
+@pytest.mark.parametrize("n,latent,rest", [(1, 1, 0), (3, 40, 6), (7, 130, 3), (16, 512, 64), (32, 100, 10)])
+@pytest.mark.parametrize("n_keys", [1, 5, 64, 75, 150])
+@pytest.mark.parametrize("scale", [0.1, 20.0])
+def test_attend(isa: str, rng: np.random.Generator, n: int, latent: int, rest: int, n_keys: int, scale: float) -> None:
+    keys, queries = normal(rng, n_keys, latent + rest), normal(rng, n, latent + rest)
+    y, _, total = attend(isa, keys, queries, latent, scale)
+    expected, error = weighted_keys(keys, queries, latent, scale)
+    assert off(y[:, :latent] / total[:, None], expected, np.abs(keys[:, :latent]).mean()) < BOUND + error
+
+
+@pytest.mark.parametrize("latent,rest", [(40, 6), (130, 3)])
+def test_attend_does_not_depend_on_the_other_queries(
+    isa: str, rng: np.random.Generator, latent: int, rest: int
+) -> None:
+    """Bit for bit, in tiles of every size, and as if keys beyond those seen were not there."""
+    keys, queries = normal(rng, 70, latent + rest), normal(rng, 32, latent + rest)
+    many = attend(isa, keys, queries, latent, 0.2)
+    for n in range(1, 32):
+        first = int(rng.integers(0, 33 - n))
+        few = attend(isa, keys, queries[first : first + n], latent, 0.2)
+        for a, b in zip(many, few, strict=True):
+            assert a[first : first + n].tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("latent", [1, 16, 37, 512])
+@pytest.mark.parametrize("scale", [0.1, 20.0])
+def test_attend_merge(isa: str, rng: np.random.Generator, latent: int, scale: float) -> None:
+    """Keys in three parts, whichever of them has the largest score."""
+    keys, query = normal(rng, 90, latent), normal(rng, 1, latent)
+    for order in (keys, keys[::-1]):
+        keys = np.ascontiguousarray(order)
+        parts = [attend(isa, keys[rows], query, latent, scale) for rows in (slice(0, 9), slice(9, 70), slice(70, 90))]
+        parts = [[y[0, :latent].copy(), best, total] for y, best, total in parts]
+        merged = parts[0]
+        for part in parts[1:]:
+            merged = call(isa, "attend_merge", part, merged, [latent])
+        expected, error = weighted_keys(keys, query, latent, scale)
+        assert off(merged[0] / merged[2], expected[0], np.abs(keys).mean()) < BOUND + error
+        assert merged[1] == max(part[1] for part in parts)
 
 
 def test_attend_lets_nan_through(isa: str, rng: np.random.Generator) -> None:
     keys, queries = normal(rng, 3, 16), normal(rng, 2, 16)
     queries[1, 4] = np.nan
-    running = [np.zeros((2, 16), np.float32), np.full(2, -np.inf, np.float32), np.zeros(2, np.float32)]
-    y, _, total = call(isa, "attend", [keys, queries], running, [3, 2, 16, 16], (1.0,))
+    y, best, total = attend(isa, keys, queries, 16, 1.0)
     assert np.isfinite(y[0] / total[0]).all() and np.isnan(y[1] / total[1]).all()
+    for a, b in ((0, 1), (1, 0), (1, 1)):
+        part, into = [[y[i], best[i : i + 1], total[i : i + 1]] for i in (a, b)]
+        merged = call(isa, "attend_merge", part, into, [16])
+        assert np.isnan(merged[0] / merged[2]).all()
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------

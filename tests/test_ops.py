@@ -318,8 +318,8 @@ def test_latent_append(device: str, rng: np.random.Generator, cache_type: int) -
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES, ids=type_name)
-@pytest.mark.parametrize("heads,latent,rope,nope", [(1, 8, 0, 4), (3, 40, 6, 10), (2, 512, 64, 128)])
-@pytest.mark.parametrize("position,n", [(0, 1), (0, 70), (33, 1), (129, 19), (500, 2)])
+@pytest.mark.parametrize("heads,latent,rope,nope", [(1, 8, 0, 4), (3, 40, 6, 10), (2, 512, 64, 128), (45, 20, 4, 6)])
+@pytest.mark.parametrize("position,n", [(0, 1), (0, 70), (33, 1), (129, 19), (500, 2), (1000, 40)])
 def test_mla_attention(
     device: str,
     rng: np.random.Generator,
@@ -524,24 +524,62 @@ def test_experts_do_not_depend_on_threads_or_company(rng: np.random.Generator, a
 
 
 @pytest.mark.parametrize("activations", ["exact", "fine"])
-def test_attention_does_not_depend_on_threads_or_company(rng: np.random.Generator, activations: str) -> None:
-    heads, latent, rope, position, n = 5, 40, 8, 61, 9
-    state = State(latent_width=latent + rope, n_ctx=80)
-    state.latent[0] = normal(rng, 80, latent + rope).view(np.uint8).reshape(80, -1)
+@pytest.mark.parametrize(
+    "heads,position,n",
+    [(5, 61, 9), (5, 250, 20), (3, 1000, 2), (40, 700, 3), (1, 0, 600)],
+    ids=["short", "into a second chunk", "few queries", "many heads", "prompt"],
+)
+def test_attention_does_not_depend_on_threads_or_company(
+    rng: np.random.Generator, activations: str, heads: int, position: int, n: int
+) -> None:
+    """Bit for bit: a row alone or among others, of its sequence and another one, with few threads and with many."""
+    latent, rope, n_ctx = 40, 8, position + n
+    state = State(n_slots=2, latent_width=latent + rope, n_ctx=n_ctx)
+    for slot in range(2):
+        state.latent[slot] = normal(rng, n_ctx, latent + rope).view(np.uint8).reshape(n_ctx, -1)
     a, q = normal(rng, n, heads * latent), normal(rng, n, heads * rope)
 
-    def attention(rows: slice, n_threads: int) -> np.ndarray:
-        sequence = Sequence(0, 0, len(a[rows]), position + rows.start)
+    def attention(rows: list[int], sequences: list[Sequence], n_threads: int) -> np.ndarray:
         return run(
             "mla_attention", [a[rows], q[rows]], [], [heads, latent, rope, 0.3], device="cpu", state=state,
-            out_cols=heads * latent, activations=activations, n_threads=n_threads,
-            sequences=[sequence],
+            out_cols=heads * latent, activations=activations, n_threads=n_threads, sequences=sequences,
         )  # fmt: skip
 
-    many = attention(slice(0, n), 3)
-    assert np.array_equal(many, attention(slice(0, n), 1))
-    for row in (0, 3, 8):
-        assert np.array_equal(attention(slice(row, row + 1), 4)[0], many[row])
+    every = list(range(n))
+    many = attention(every, [Sequence(0, 0, n, position)], 3)
+    for n_threads in (1, 16):
+        assert attention(every, [Sequence(0, 0, n, position)], n_threads).tobytes() == many.tobytes()
+    for row in (0, n // 2, n - 1):
+        for n_threads in (1, 2, 7):
+            alone = attention([row], [Sequence(0, 0, 1, position + row)], n_threads)
+            assert alone[0].tobytes() == many[row].tobytes()
+            # The last row is of this test, those before it belong to another sequence.
+            company = [Sequence(1, 0, 2, 1), Sequence(0, 2, 1, position + row)]
+            assert attention([0, 1, row], company, n_threads)[2].tobytes() == many[row].tobytes()
+
+
+@pytest.mark.parametrize("n_threads", [1, 4])
+def test_nothing_of_a_later_row_reaches_an_earlier_one(rng: np.random.Generator, n_threads: int) -> None:
+    """The step writes its own rows of the cache before it attends: those after a row may hold anything."""
+    heads, latent, position, n = 2, 24, 270, 30
+    state = State(latent_width=latent, n_ctx=position + n)
+    keys = normal(rng, position + n, latent)
+    a = normal(rng, n, heads * latent)
+
+    def attention() -> np.ndarray:
+        state.latent[0] = keys.view(np.uint8).reshape(position + n, -1)
+        return run(
+            "mla_attention", [a, a], [], [heads, latent, 0, 0.3], device="cpu", state=state, out_cols=heads * latent,
+            activations="fine", n_threads=n_threads, sequences=[Sequence(0, 0, n, position)],
+        )  # fmt: skip
+
+    clean = attention()
+    for row, number in ((7, np.nan), (20, np.inf)):
+        before = keys[position + row].copy()
+        keys[position + row] = number
+        out = attention()
+        assert out[:row].tobytes() == clean[:row].tobytes() and np.isnan(out[row:]).all()
+        keys[position + row] = before
 
 
 @pytest.mark.parametrize("activations", ["exact", "fine"])

@@ -146,7 +146,7 @@ size_t CpuBackend::workspace_bytes(const Op& op, int32_t n_batch) const {
         case OpKind::ShortConv: return cpu_short_conv_workspace(*this, op);
         case OpKind::KdaScan: return cpu_kda_scan_workspace(*this, op);
         case OpKind::LatentAppend: return cpu_latent_append_workspace(*this, op);
-        case OpKind::MlaAttention: return cpu_mla_attention_workspace(*this, op);
+        case OpKind::MlaAttention: return cpu_mla_attention_workspace(*this, op, n_batch);
         case OpKind::BankMix: return cpu_bank_mix_workspace(*this, op);
         default: return 0;
     }

@@ -12,7 +12,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + kFloatTypes + int{kCpuInputs} + 16));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + kFloatTypes + int{kCpuInputs} + 17));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;
@@ -87,8 +87,8 @@ void call_kda(const CpuKernels& k, const std::string& name, const delta_test_ker
     k.kda_scan(call);
 }
 
-// inputs: keys [n_keys, pad], queries [n_heads, pad]; outputs: y [n_heads, pad], best [n_heads], sum [n_heads], read and written;
-// sizes: n_keys, n_heads, latent, pad; params: scale.
+// inputs: keys [n_keys, pad], queries [n_queries, pad]; outputs: y [n_queries, pad], best [n_queries], sum [n_queries], read and written;
+// sizes: n_keys, n_queries, latent, pad; params: scale.
 void call_attend(const CpuKernels& k, const delta_test_kernel_call& c) {
     std::vector<float> scores(static_cast<size_t>(c.sizes[1]) * kKeyBlock, __builtin_nanf(""));
     AttendCall call;
@@ -99,11 +99,20 @@ void call_attend(const CpuKernels& k, const delta_test_kernel_call& c) {
     call.sum = static_cast<float*>(c.outputs[2]);
     call.scores = scores.data();
     call.n_keys = static_cast<int32_t>(c.sizes[0]);
-    call.n_heads = static_cast<int32_t>(c.sizes[1]);
+    call.n_queries = static_cast<int32_t>(c.sizes[1]);
     call.latent = static_cast<int32_t>(c.sizes[2]);
     call.pad = static_cast<int32_t>(c.sizes[3]);
     call.scale = c.params[0];
     k.attend(call);
+}
+
+// inputs: y [latent], best [1], sum [1] of the part; outputs: the same, of what it is merged into; sizes: latent.
+void call_attend_merge(const CpuKernels& k, const delta_test_kernel_call& c) {
+    std::vector<float> y(static_cast<const float*>(c.inputs[0]), static_cast<const float*>(c.inputs[0]) + c.sizes[0]);
+    float best = *static_cast<const float*>(c.inputs[1]);
+    float sum = *static_cast<const float*>(c.inputs[2]);
+    const AttendPart into{static_cast<float*>(c.outputs[0]), static_cast<float*>(c.outputs[1]), static_cast<float*>(c.outputs[2])};
+    k.attend_merge({y.data(), &best, &sum}, static_cast<int32_t>(c.sizes[0]), into);
 }
 
 // inputs: w [n_w, w_stride bytes], x [n_x, x_stride bytes]; outputs: [n_x, n_w]; sizes: n_w, n_x, columns, w_stride, x_stride.
@@ -175,7 +184,7 @@ extern "C" const char* delta_test_isas(void) {
 
 extern "C" const char* delta_test_kernels(void) {
     return "dot wide_dot widen quantize add mul_sigmoid sigmoid silu_mul situ_mul rms_norm gated_norm rms_dot weighted_sum conv gate_softplus "
-           "gate_bounded kda_prepare kda_scan attend";
+           "gate_bounded kda_prepare kda_scan attend attend_merge";
 }
 
 extern "C" delta_status delta_test_kernel(const delta_test_kernel_call* call) {
@@ -189,6 +198,8 @@ extern "C" delta_status delta_test_kernel(const delta_test_kernel_call* call) {
             delta::call_dot(k, *call);
         } else if (name == "attend") {
             delta::call_attend(k, *call);
+        } else if (name == "attend_merge") {
+            delta::call_attend_merge(k, *call);
         } else if (name.rfind("kda_", 0) == 0) {
             delta::call_kda(k, name, *call);
         } else {

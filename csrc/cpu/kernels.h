@@ -23,9 +23,9 @@ enum CpuInput { kInputF32, kInputI16, kInputI8, kCpuInputs };
 static constexpr bool rounds_input(CpuInput kind) { return kind != kInputF32; }
 
 constexpr int32_t kInputBlock = 32;   // values that share a scale
-constexpr int32_t kMaxDotRows = 16;   // queries per call of attend
 constexpr int32_t kKdaChunk = 16;     // tokens per call of kda_scan
-constexpr int32_t kKeyBlock = 32;     // cached positions per call of attend
+constexpr int32_t kKeyBlock = 64;     // cached positions per call of attend
+constexpr int32_t kMaxQueries = 32;   // queries per call of attend
 
 // out[j][i] = <w_i, x_j> for n_w encoded rows, w_stride bytes apart, and n_x inputs of n columns. Every value is
 // summed in an order that depends on n alone: neither n_w nor n_x nor the neighbours change a bit of it.
@@ -58,19 +58,27 @@ struct KdaCall {
 constexpr int32_t kPad = 16;
 static constexpr int32_t pad_to_lanes(int32_t n) { return (n + kPad - 1) / kPad * kPad; }
 
-// A block of cached rows met by the queries of several heads; online softmax. `best` starts at -infinity, `sum` and `y` at 0.
+// A block of cached rows met by a tile of queries, all of which see all of it; online softmax. `best` starts at -infinity, `sum` and
+// `y` at 0.
 struct AttendCall {
     const float* keys;      // [n_keys, pad]: latent, then the rest, zero from column `width` on
-    const float* queries;   // [n_heads, pad]
-    float* y;               // [n_heads, pad] unnormalised
-    float* best;            // [n_heads]
-    float* sum;             // [n_heads]
-    float* scores;          // [n_heads, kKeyBlock] scratch
+    const float* queries;   // [n_queries, pad]
+    float* y;               // [n_queries, pad] unnormalised
+    float* best;            // [n_queries] largest score
+    float* sum;             // [n_queries] of the weights
+    float* scores;          // [n_queries, kKeyBlock] scratch
     int32_t n_keys;         // at most kKeyBlock
-    int32_t n_heads;        // at most kMaxDotRows
+    int32_t n_queries;      // at most kMaxQueries
     int32_t latent;
     int32_t pad;
     float scale;
+};
+
+// What the calls for some of the keys left of one query.
+struct AttendPart {
+    float* y;               // [latent]
+    float* best;            // [1]
+    float* sum;             // [1]
 };
 
 struct CpuKernels {
@@ -103,6 +111,7 @@ struct CpuKernels {
     void (*kda_prepare)(const float* q, const float* k, const float* g, int64_t stride, int32_t n, int32_t d, const KdaRows& rows);
     void (*kda_scan)(const KdaCall& call);
     void (*attend)(const AttendCall& call);
+    void (*attend_merge)(const AttendPart& part, int32_t latent, const AttendPart& into);       // of keys that come after
 };
 
 void kernels_init_generic(CpuKernels& kernels);

@@ -33,6 +33,6 @@ size_t cpu_kda_scan_workspace(const CpuBackend& self, const Op& op);
 void cpu_latent_append(CpuBackend& self, const FloatCall& call);
 size_t cpu_latent_append_workspace(const CpuBackend& self, const Op& op);
 void cpu_mla_attention(CpuBackend& self, const FloatCall& call);
-size_t cpu_mla_attention_workspace(const CpuBackend& self, const Op& op);
+size_t cpu_mla_attention_workspace(const CpuBackend& self, const Op& op, int32_t n_rows);
 
 }  // namespace delta
