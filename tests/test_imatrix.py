@@ -128,6 +128,20 @@ def test_every_product_is_collected_as_defined(mini: Path) -> None:
     assert unused and all("_exps" in name for name in unused)  # so few tokens do not reach every expert
 
 
+def test_experts_wider_than_their_input_are_collected_as_defined(
+    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path]
+) -> None:
+    """Their hidden rows come in several passes, the last one narrower."""
+    sizes = {"routed_expert_hidden_size": 32, "moe_intermediate_size": 80, "num_hidden_layers": 4}
+    path = gguf(tiny_checkpoint("k3", packed=False, **sizes))
+    with GGUFReader(path) as file:
+        assert file.tensors["blk.1.ffn_down_exps.weight"].ne[:2] == (80, 32)
+    expected, found = expected_stats(path, TOKENS), collected(path, TOKENS)
+    for name in (name for name in expected if "_exps" in name):
+        np.testing.assert_array_equal(found[name][1], expected[name][1])
+        np.testing.assert_allclose(found[name][0], expected[name][0], rtol=1e-9, atol=1e-15, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [({"n_batch": 3}, 1e-12), ({"n_threads": 1}, 0.0), ({"device": "ref"}, 1e-9), ({"activations": "fine"}, 1e-3)],
