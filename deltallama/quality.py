@@ -21,7 +21,8 @@ from gguf_ext import GGUFError, GGUFReader
 from .errors import ArgumentError, FormatError
 from .model import Llama
 
-_LOGITS = 32 << 20  # numbers held of one evaluation
+_LOGITS = 32 << 20  # numbers that the engine keeps of one evaluation,
+_BLOCK = 2 << 20  # and of them in float64 at a time
 _MOST_ROWS = 512
 _VOCABULARY = ("model", "pre", "tokens", "token_type", "merges")
 
@@ -108,8 +109,9 @@ def chunks_of(tokens: Sequence[int], n_ctx: int) -> list[Sequence[int]]:
 
 def open_for_scoring(path: str | os.PathLike[str], n_ctx: int, n_vocab: int, **options: Any) -> Llama:
     """A model that gives the logits of all rows of a step, of as many as memory should hold."""
-    rows = max(1, min(_LOGITS // n_vocab, _MOST_ROWS, n_ctx))
-    return Llama(path, n_ctx=n_ctx, n_batch=rows, n_outputs=rows, checkpoint_bytes=0, **options)
+    rows = min(_MOST_ROWS, n_ctx)
+    n_outputs = max(1, min(_LOGITS // n_vocab, rows))
+    return Llama(path, n_ctx=n_ctx, n_batch=rows, n_outputs=n_outputs, checkpoint_bytes=0, **options)
 
 
 def perplexity(
@@ -223,14 +225,16 @@ def _vocabulary(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _scored(model: Llama, chunk: Sequence[int], all_positions: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The scored positions of a chunk a few at a time: the tokens that follow, and the logits `[n, n_vocab]` there."""
     first = 0 if all_positions else len(chunk) // 2
-    rows = model.info["n_outputs"]
+    rows, block = model.info["n_outputs"], max(1, _BLOCK // model.n_vocab)
     model.reset()
     if first:
         model.eval(chunk[:first], logits="none")
     for begin in range(first, len(chunk) - 1, rows):
         end = min(begin + rows, len(chunk) - 1)
         model.eval(chunk[begin:end], logits="all")
-        yield np.array(chunk[begin + 1 : end + 1]), np.stack([model.logits(row) for row in range(end - begin)])
+        for at in range(begin, end, block):
+            stop = min(at + block, end)
+            yield np.array(chunk[at + 1 : stop + 1]), np.stack([model.logits(n - begin) for n in range(at, stop)])
 
 
 def _of_tokens(log_p: np.ndarray, tokens: np.ndarray) -> np.ndarray:

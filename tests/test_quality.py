@@ -111,11 +111,13 @@ def test_a_model_does_not_differ_from_itself(k3_mini: Path) -> None:
     assert found.same_top.mean == 1.0 and found.nll == found.nll_reference
 
 
-def test_pieces_of_a_chunk_change_nothing(k3_mini: Path) -> None:
-    """A vocabulary so large that three rows fit: many pieces."""
+def test_pieces_of_a_chunk_change_nothing(k3_mini: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows per evaluation, two of them at a time in float64."""
     results = []
-    for n_vocab in (300, (32 << 20) // 3):
+    for n_vocab, block in ((300, 1 << 20), ((32 << 20) // 5, 2 * 512)):
+        monkeypatch.setattr("deltallama.quality._BLOCK", block)
         with open_for_scoring(k3_mini, 16, n_vocab) as llm:
+            assert llm.info["n_outputs"] == min(16, (32 << 20) // n_vocab) and llm.n_vocab == 512
             results.append(perplexity(llm, list(range(64)), 16))
     assert results[0] == results[1]
 
