@@ -437,13 +437,17 @@ def running(n: int, pad: int) -> list[np.ndarray]:
     return [np.zeros((n, pad), np.float32), np.full(n, -np.inf, np.float32), np.zeros(n, np.float32)]
 
 
-def attend(isa: str, keys: np.ndarray, queries: np.ndarray, latent: int, scale: float) -> list[np.ndarray]:
+def attend(
+    isa: str, keys: np.ndarray, queries: np.ndarray, latent: int, scale: float, type_: int = F32
+) -> list[np.ndarray]:
+    """y, best and sum of the queries, with keys encoded as `type_`."""
     pad = (keys.shape[1] + LANES - 1) // LANES * LANES
     state = running(len(queries), pad)
     for first in range(0, len(keys), KEY_BLOCK):
         block = keys[first : first + KEY_BLOCK]
         sizes = [len(block), len(queries), latent, pad]
-        state = call(isa, "attend", [padded(block, pad), padded(queries, pad)], state, sizes, (scale,))
+        encoded = Weight.encode(padded(block, pad), type_).data
+        state = call(isa, "attend", [encoded, padded(queries, pad)], state, sizes, (scale,), type_=type_)
     return state
 
 
@@ -476,6 +480,20 @@ def test_attend_does_not_depend_on_the_other_queries(
         few = attend(isa, keys, queries[first : first + n], latent, 0.2)
         for a, b in zip(many, few, strict=True):
             assert a[first : first + n].tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("latent,rest", [(32, 0), (500, 12), (512, 64)])
+@pytest.mark.parametrize("type_", [F16, BF16])
+def test_attend_reads_keys_as_they_are_stored(
+    isa: str, rng: np.random.Generator, type_: int, latent: int, rest: int
+) -> None:
+    """With the bits of keys that were decoded before."""
+    keys, queries = normal(rng, 75, latent + rest), normal(rng, 7, latent + rest)
+    decoded = Weight.encode(keys, type_).values.astype(np.float32)
+    for a, b in zip(
+        attend(isa, keys, queries, latent, 0.1, type_), attend(isa, decoded, queries, latent, 0.1), strict=True
+    ):
+        assert a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize("latent", [1, 16, 37, 512])

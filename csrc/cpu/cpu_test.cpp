@@ -12,7 +12,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + kFloatTypes + int{kCpuInputs} + 17));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 16));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;
@@ -87,12 +87,13 @@ void call_kda(const CpuKernels& k, const std::string& name, const delta_test_ker
     k.kda_scan(call);
 }
 
-// inputs: keys [n_keys, pad], queries [n_queries, pad]; outputs: y [n_queries, pad], best [n_queries], sum [n_queries], read and written;
+// inputs: keys [n_keys, pad] of the type, queries [n_queries, pad]; outputs: y [n_queries, pad], best [n_queries], sum [n_queries], read and written;
 // sizes: n_keys, n_queries, latent, pad; params: scale.
 void call_attend(const CpuKernels& k, const delta_test_kernel_call& c) {
     std::vector<float> scores(static_cast<size_t>(c.sizes[1]) * kKeyBlock, __builtin_nanf(""));
     AttendCall call;
-    call.keys = static_cast<const float*>(c.inputs[0]);
+    call.keys = static_cast<const uint8_t*>(c.inputs[0]);
+    call.key_stride = row_bytes(*find_type(c.type), c.sizes[3]);
     call.queries = static_cast<const float*>(c.inputs[1]);
     call.y = static_cast<float*>(c.outputs[0]);
     call.best = static_cast<float*>(c.outputs[1]);
@@ -103,7 +104,7 @@ void call_attend(const CpuKernels& k, const delta_test_kernel_call& c) {
     call.latent = static_cast<int32_t>(c.sizes[2]);
     call.pad = static_cast<int32_t>(c.sizes[3]);
     call.scale = c.params[0];
-    k.attend(call);
+    present(type_of(c) < kFloatTypes ? k.attend[type_of(c)] : nullptr, c)(call);
 }
 
 // inputs: y [latent], best [1], sum [1] of the part; outputs: the same, of what it is merged into; sizes: latent.

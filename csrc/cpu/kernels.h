@@ -61,7 +61,8 @@ static constexpr int32_t pad_to_lanes(int32_t n) { return (n + kPad - 1) / kPad 
 // A block of cached rows met by a tile of queries, all of which see all of it; online softmax. `best` starts at -infinity, `sum` and
 // `y` at 0.
 struct AttendCall {
-    const float* keys;      // [n_keys, pad]: latent, then the rest, zero from column `width` on
+    const uint8_t* keys;    // [n_keys, pad] encoded rows: latent, then the rest, then zeros
+    size_t key_stride;      // bytes
     const float* queries;   // [n_queries, pad]
     float* y;               // [n_queries, pad] unnormalised
     float* best;            // [n_queries] largest score
@@ -83,7 +84,8 @@ struct AttendPart {
 
 struct CpuKernels {
     const char* isa;
-    int32_t width;  // float lanes
+    int32_t width;   // float lanes
+    bool fast_half;  // one instruction decodes a vector of float16
 
     DotFn dot[kCpuTypes];                                                                   // inputs as the type takes them
     double (*wide_dot)(const double* w, const double* x, int64_t n);                        // <w, x>
@@ -110,7 +112,7 @@ struct CpuKernels {
 
     void (*kda_prepare)(const float* q, const float* k, const float* g, int64_t stride, int32_t n, int32_t d, const KdaRows& rows);
     void (*kda_scan)(const KdaCall& call);
-    void (*attend)(const AttendCall& call);
+    void (*attend[kFloatTypes])(const AttendCall& call);                                    // keys of the type
     void (*attend_merge)(const AttendPart& part, int32_t latent, const AttendPart& into);       // of keys that come after
 };
 

@@ -56,7 +56,7 @@ constexpr int32_t kKeyChunk = 256;  // positions that one thread works through; 
 static_assert(kKeyChunk % kKeyBlock == 0);
 constexpr int64_t kPartsPerThread = 4;  // chunks in flight, for tiles of kMaxQueries queries
 
-// Queries that meet every block of keys together, once it is decoded: some heads of consecutive rows of a sequence.
+// Queries that meet every block of keys together, while it is in the cache: some heads of consecutive rows of a sequence.
 struct Tile {
     const SeqRows* seq = nullptr;
     int64_t row = 0;  // of the step
@@ -110,7 +110,7 @@ struct Tiles {
 
 // What a step needs while it runs. The results so far of all its queries, too: their y is the output.
 struct AttendSpace {
-    float* keys;         // [n_threads, kKeyBlock, pad]
+    float* keys;         // [n_threads, kKeyBlock, pad] decoded
     float* queries;      // [n_threads, kMaxQueries, pad]
     float* scores;       // [n_threads, kMaxQueries, kKeyBlock]
     AttendPart parts;    // [kPartsPerThread * n_threads * kMaxQueries], y with rows of `pad`
@@ -237,23 +237,27 @@ class Attention {
     // The gathered queries of a tile and the keys of a chunk, as far as each query sees them.
     void attend(const Tile& tile, int64_t chunk, int32_t thread, int64_t first_part) const {
         const StateLayout& layout = *c_.step->state.layout;
-        const auto widen = self_.kernels.widen[cpu_type(*layout.cache_type)];
+        const CpuType type = cpu_type(*layout.cache_type);
+        const size_t row_bytes = layout.latent_row_bytes();
         const uint8_t* cache = c_.step->state.latents(tile.seq->slot, p_.mla);
         const int64_t width = p_.latent + p_.rope;
+        // Vectors read whole rows of the cache. Others, and float16 where it takes long to decode, are copied.
+        const bool direct = width == pad_ && (type != kF16 || self_.kernels.fast_half);
         const AttendPart parts = part(first_part);
         std::fill_n(parts.y, int64_t{tile.n_queries()} * pad_, 0.0F);
         std::fill_n(parts.best, tile.n_queries(), -INFINITY);
         std::fill_n(parts.sum, tile.n_queries(), 0.0F);
         float* const block = keys(thread);
-        for (int32_t k = 0; k < kKeyBlock; ++k) {
+        for (int32_t k = 0; k < kKeyBlock && !direct; ++k) {
             std::fill(block + int64_t{k} * pad_ + width, block + int64_t{k + 1} * pad_, 0.0F);
         }
 
         const int64_t end = std::min((chunk + 1) * kKeyChunk, tile.n_keys());
         for (int64_t t = chunk * kKeyChunk; t < end; t += kKeyBlock) {
             const int64_t n_keys = std::min<int64_t>(kKeyBlock, end - t);
-            for (int64_t k = 0; k < n_keys; ++k) {
-                widen(cache + static_cast<size_t>(t + k) * layout.latent_row_bytes(), block + k * pad_, width);
+            const uint8_t* rows = cache + static_cast<size_t>(t) * row_bytes;
+            for (int64_t k = 0; k < n_keys && !direct; ++k) {
+                self_.kernels.widen[type](rows + static_cast<size_t>(k) * row_bytes, block + k * pad_, width);
             }
             // Rows that see all of these keys go together, others one by one: what a row does not see, not even a NaN, may reach it.
             for (int32_t row = 0; row < tile.n_rows;) {
@@ -262,7 +266,8 @@ class Attention {
                 if (seen > 0) {
                     const int32_t q = row * tile.n_heads;
                     AttendCall call;
-                    call.keys = block;
+                    call.keys = direct ? rows : reinterpret_cast<const uint8_t*>(block);
+                    call.key_stride = direct ? row_bytes : static_cast<size_t>(pad_) * sizeof(float);
                     call.queries = queries(thread) + int64_t{q} * pad_;
                     call.y = parts.y + int64_t{q} * pad_;
                     call.best = parts.best + q;
@@ -273,7 +278,7 @@ class Attention {
                     call.latent = p_.latent;
                     call.pad = pad_;
                     call.scale = static_cast<float>(p_.scale);
-                    self_.kernels.attend(call);
+                    self_.kernels.attend[direct ? type : kF32](call);
                 }
                 row = next;
             }
