@@ -15,6 +15,7 @@ import base64
 import json
 import runpy
 import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,8 @@ def main() -> None:
     script = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
     sys.path[:1] = [str(script.parent), str(script.parent / "gguf-py")]  # instead of this script's own folder
+    # An editable installation of this project answers for `conversion` before any path is looked at.
+    sys.meta_path[:] = [BuiltinImporter, FrozenImporter, PathFinder]
     import transformers
 
     from conversion.base import TextModel  # upstream's package of that name

@@ -67,7 +67,7 @@ const char* delta_version(void) { return DELTALLAMA_VERSION; }
 
 const char* delta_build_info(void) {
 #if defined(__x86_64__)
-    constexpr const char* isas = "generic, avx2";
+    constexpr const char* isas = "generic, avx2, avx512";
 #else
     constexpr const char* isas = "generic";
 #endif
