@@ -7,6 +7,7 @@ It trusts its files; refusing bad ones is the converter's work.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
 
     def stored(self, name: str) -> np.ndarray:
         """The array as it lies in the file (BF16 as uint16)."""
