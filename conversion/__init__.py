@@ -4,7 +4,7 @@
 module in this file adds it.
 """
 
-from . import kimi_k3, kimi_linear
+from . import kimi_k3, kimi_linear, moonvit
 from .base import get_converter, supported_architectures
 from .cli import cli_main
 from .errors import ConversionError
@@ -17,5 +17,6 @@ __all__ = [
     "get_converter",
     "kimi_k3",
     "kimi_linear",
+    "moonvit",
     "supported_architectures",
 ]

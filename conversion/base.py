@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from sys import intern
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +25,7 @@ from .config import Config, Width
 from .errors import ConversionError, listed
 from .folds import Fold, stack_packed, stack_plain
 from .layouts import LEGACY, Stack, cut, published_name
-from .types import Types
+from .types import OUTTYPES, Override, Types
 
 log = logging.getLogger("conversion")
 
@@ -35,6 +35,7 @@ MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # far beyond any model; a damaged count m
 _EXPERT = re.compile(
     r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.(weight|weight_packed|weight_scale)"
 )
+_BUFFERS = (".rotary_emb.inv_freq", ".pos_emb.time_weight")  # endings of what some exports keep and the code computes
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _QUANTIZED = re.compile(
     r".*(_scale|\.scales?|_scale_inv|_zero_point|_packed|_shape|\.qzeros|\.qweight|\.g_idx)", re.DOTALL
@@ -84,8 +85,14 @@ class Converter(ABC):
     """
 
     architecture: ClassVar[str]  # the GGUF name
-    prefix: ClassVar[str] = ""  # of the text model's tensor names; may be missing in a checkpoint
-    ignored: ClassVar[tuple[str, ...]] = ()  # beginnings of names that are no part of the text model
+    kind: ClassVar[str] = c.TYPE_MODEL  # general.type
+    outtypes: ClassVar[tuple[str, ...]] = tuple(OUTTYPES)
+    prefix: ClassVar[str] = ""  # of the model's tensor names; may be missing in a checkpoint
+    wanted: ClassVar[tuple[str, ...]] = ("",)  # beginnings of the names that may be of this model
+    ignored: ClassVar[tuple[str, ...]] = ()  # and of those that are of another part nevertheless
+    layers_field: ClassVar[str] = "num_hidden_layers"
+    layer_prefix: ClassVar[str] = "model.layers."  # what a layer's number follows in the checkpoint
+    block: ClassVar[str] = c.BLOCK  # and what it begins with in the file
     renames: ClassVar[tuple[tuple[str, str], ...]] = LEGACY  # from other layouts to the published one
     chat_template: ClassVar[str | None] = None  # for checkpoints that ship none
     # Part of a tensor's name -> the config field that says whether such tensors exist, for messages.
@@ -95,20 +102,18 @@ class Converter(ABC):
         self.config = config
         self.compressed: compressed.Scheme | None = None
         self.announces_packed = True  # also with a scheme that is refused
+        self.n_experts = 0
+        self.kda_layers: set[int] = set()
         with config.checks:
-            self.compressed = compressed.read_scheme(config)
-            self.announces_packed = self.compressed is None and packed.check_scheme(config)
-        self.n_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+            self.read_quantization()
+        self.n_layers = config.integer(self.layers_field, maximum=MAX_LAYERS)
         self.widths: dict[str, Width] = {ONE: Width(1, "1")}
         self.read_config()
 
     # --- what a model class provides ----------------------------------------------------------------------------------
-    n_experts: int
-    kda_layers: set[int]
-
     @abstractmethod
     def read_config(self) -> None:
-        """Check the configuration; set `n_experts` (0: no layer has any) and `kda_layers`, fill `widths`."""
+        """Check the configuration; set `n_experts` and `kda_layers` if there are any, fill `widths`."""
 
     @abstractmethod
     def model_rows(self) -> Iterable[Row]:
@@ -119,12 +124,21 @@ class Converter(ABC):
         """Tensors of a layer, routed experts apart."""
 
     @abstractmethod
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer's feed-forward is a mixture of experts."""
-
-    @abstractmethod
     def add_fields(self, plan: Plan, file_type: LlamaFileType) -> None:
         """Add the architecture's keys in file order, `general.file_type` in its place among them."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return False
+
+    def read_quantization(self) -> None:
+        """Find out how the checkpoint's matrices are stored, if not as floats."""
+        self.compressed = compressed.read_scheme(self.config)
+        self.announces_packed = self.compressed is None and packed.check_scheme(self.config)
+
+    def types(self, outtype: str, overrides: Sequence[Override]) -> Types:
+        """Which type each tensor gets."""
+        return Types(OUTTYPES[outtype], overrides, self.n_layers, self.kda_layers)
 
     def stacks(self) -> Iterable[Stack]:
         """Tensors that another layout has in place of several of a layer's; the names within the layer."""
@@ -154,7 +168,7 @@ class Converter(ABC):
         for row in self.model_rows():
             yield row.hf, row.axes
         for layer in range(self.n_layers):
-            block = f"model.layers.{layer}."
+            block = f"{self.layer_prefix}{layer}."
             for row in self.layer_rows(layer):
                 yield block + row.hf, row.axes
             for expert in range(self.n_experts) if self.has_experts(layer) else ():
@@ -171,7 +185,8 @@ class Converter(ABC):
     # --- the plan -----------------------------------------------------------------------------------------------------
     def auto_outtype(self, checkpoint: Checkpoint) -> str:
         """The type of the checkpoint's first float matrix if that is 16 bits wide, else f16."""
-        for source in self._stored(checkpoint) if self.compressed is None else self._text_tensors(checkpoint).values():
+        as_stored = self.compressed is None
+        for source in self._stored(checkpoint) if as_stored else self._published_tensors(checkpoint).values():
             if len(source.shape) >= 2 and source.dtype in FLOAT_DTYPES:
                 return "bf16" if source.dtype == "BF16" else "f16"
         return "f16"
@@ -185,11 +200,11 @@ class Converter(ABC):
         Raises:
             ConversionError: tensors are missing, unexpected or unpaired, or have a wrong shape or dtype.
         """
-        text = self._text_tensors(checkpoint)
-        groups, experts = self._match(text)
-        compressed.prepare(text)
+        tensors = self._published_tensors(checkpoint)
+        groups, experts = self._match(tensors)
+        compressed.prepare(tensors)
         # Packed experts, nearly all tensors of a large model, have their place anyway.
-        order = {source.name: number for number, source in enumerate(text.values()) if source.dtype != "U8"}
+        order = {source.name: number for number, source in enumerate(tensors.values()) if source.dtype != "U8"}
 
         def last(sources: Iterable[Source]) -> int:
             return max(order[source.name] for source in sources)
@@ -204,7 +219,7 @@ class Converter(ABC):
             else:
                 rest.append((last(sources.values()), outputs))
         for (layer_or_none, fold), named in groups.items():
-            block = "" if layer_or_none is None else c.BLOCK.format(layer=layer_or_none)
+            block = "" if layer_or_none is None else self.block.format(layer=layer_or_none)
             with self.config.checks:
                 outputs = fold.plan(block, named, types)
                 _note(named.values(), outputs)
@@ -213,13 +228,13 @@ class Converter(ABC):
         return first + [output for _, outputs in rest for output in outputs]
 
     def _stored(self, checkpoint: Checkpoint) -> Iterator[Source]:
-        """The text model's tensors as they are stored, in checkpoint order."""
+        """The model's tensors as they are stored, in checkpoint order."""
         for name, source in checkpoint.tensors.items():
-            if not name.startswith(self.ignored) and not name.endswith(".rotary_emb.inv_freq"):
+            if name.startswith(self.wanted) and not name.startswith(self.ignored) and not name.endswith(_BUFFERS):
                 yield source
 
-    def _text_tensors(self, checkpoint: Checkpoint) -> dict[str, Source]:
-        """The text model's tensors by their published names without prefix, in checkpoint order."""
+    def _published_tensors(self, checkpoint: Checkpoint) -> dict[str, Source]:
+        """The model's tensors by their published names without prefix, in checkpoint order."""
         stacks = {stack.hf: stack for stack in self.stacks()}
         endings = tuple(stacks)
         text: dict[str, Source] = {}
@@ -244,7 +259,7 @@ class Converter(ABC):
     def _match(self, text: dict[str, Source]) -> tuple[Groups, Experts]:
         rows: dict[str, tuple[int | None, Row]] = {row.hf: (None, row) for row in self.model_rows()}
         for layer in range(self.n_layers):
-            rows |= {f"model.layers.{layer}.{row.hf}": (layer, row) for row in self.layer_rows(layer)}
+            rows |= {f"{self.layer_prefix}{layer}.{row.hf}": (layer, row) for row in self.layer_rows(layer)}
         experts: Experts = {layer: {} for layer in range(self.n_layers) if self.has_experts(layer)}
         unexpected = []
         for name, source in text.items():
@@ -281,7 +296,8 @@ class Converter(ABC):
     ) -> ConversionError:
         what = f"{self.config.architecture} with {self.n_layers} layers"
         names = {source.name for source in unexpected}
-        beyond = {name for name in names if (match := _LAYER.search(name)) and int(match[1]) >= self.n_layers}
+        numbered = re.compile(re.escape(self.layer_prefix) + r"(\d+)\.")
+        beyond = {name for name in names if (match := numbered.search(name)) and int(match[1]) >= self.n_layers}
         quantized = {name for name in names - beyond if _QUANTIZED.fullmatch(name)}
         present = {(layer, row.fold): text[name] for name, (layer, row) in rows.items() if name in text}
         partners = {name: present.get((rows[name][0], rows[name][1].fold)) for name in missing}
@@ -292,7 +308,7 @@ class Converter(ABC):
         problems = [f"{field} is {self.config.shown(field)}" for field in sorted(fields)]
         problems += [f"{partner.name} has no {self.prefix}{name} beside it" for name, partner in unpaired.items()]
         if beyond:
-            problems.append(f"num_hidden_layers is {self.n_layers}, but there are later layers: {listed(beyond)}")
+            problems.append(f"{self.layers_field} is {self.n_layers}, but there are later layers: {listed(beyond)}")
         if quantized:
             problems.append(f"quantized where nothing may be: {listed(quantized)}; supported: {compressed.SUPPORTED}")
         if lone:
@@ -414,7 +430,7 @@ def _note(sources: Iterable[Source], outputs: Iterable[PlannedTensor]) -> None:
         log.debug("%s -> %s, ne %s, %s", origin, output.name, list(output.ne), output.type.name)
 
 
-_CONVERTERS: dict[str, type[Converter]] = {}
+_CONVERTERS: dict[tuple[str, str], type[Converter]] = {}  # by what they make (general.type) and architecture
 _C = TypeVar("_C", bound=type[Converter])
 
 
@@ -423,26 +439,28 @@ def register(*names: str) -> Callable[[_C], _C]:
 
     def add(cls: _C) -> _C:
         for name in names:
-            if name in _CONVERTERS:
+            if (cls.kind, name) in _CONVERTERS:
                 raise ValueError(f"{name} is registered twice")
-            _CONVERTERS[name] = cls
+            _CONVERTERS[cls.kind, name] = cls
         return cls
 
     return add
 
 
-def get_converter(name: str) -> type[Converter]:
-    """The class for a Hugging Face architecture.
+def get_converter(name: str, kind: str = c.TYPE_MODEL) -> type[Converter]:
+    """The class for a Hugging Face architecture: of its text model, or of its vision part.
 
     Raises:
         ConversionError: there is none; lists those there are.
     """
-    if name not in _CONVERTERS:
-        raise ConversionError(
-            f"architecture {name} is not supported; supported: {', '.join(supported_architectures())}"
-        )
-    return _CONVERTERS[name]
+    if (kind, name) in _CONVERTERS:
+        return _CONVERTERS[kind, name]
+    if kind == c.TYPE_MMPROJ and name in supported_architectures():
+        what = "has no vision part; architectures with one: "
+    else:
+        what = "is not supported; supported: "
+    raise ConversionError(f"architecture {name} {what}{', '.join(supported_architectures(kind))}")
 
 
-def supported_architectures() -> list[str]:
-    return sorted(_CONVERTERS)
+def supported_architectures(kind: str = c.TYPE_MODEL) -> list[str]:
+    return sorted(name for of, name in _CONVERTERS if of == kind)

@@ -37,14 +37,21 @@ class Checkpoint:
     sub-folders.
 
     `folder` holds the index; `store` has the shards and is the folder itself unless given. `checks` decides whether the
-    first problem ends it or all are gathered.
+    first problem ends it or all are gathered. `only`: beginnings of the names that are wanted; where there is an index,
+    shards without any are neither opened nor needed.
 
     Raises:
         ConversionError: a shard is missing, unlisted, outside the folder, truncated or malformed; index and shards
             disagree; a tensor occurs twice.
     """
 
-    def __init__(self, folder: Path, store: Store | None = None, checks: Checks | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        store: Store | None = None,
+        checks: Checks | None = None,
+        only: tuple[str, ...] = ("",),
+    ) -> None:
         self.folder = folder
         self.tensors: dict[str, Source] = {}
         self.shards: list[Shard] = []
@@ -55,7 +62,7 @@ class Checkpoint:
             with _without_garbage_collection():
                 index = _find_index(folder)
                 if index is not None:
-                    self._open_indexed(index)
+                    self._open_indexed(index, only)
                 else:
                     self._open_shards(_shards_without_index(folder, self._store.names()))
         except BaseException:
@@ -72,10 +79,11 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _open_indexed(self, index: Path) -> None:
+    def _open_indexed(self, index: Path, only: tuple[str, ...]) -> None:
         names = _read_index(index)
         present = set(self._store.names())
-        absent = sorted(names.keys() - present)
+        needed = {file for file, listed in names.items() if any(name.startswith(only) for name in listed)}
+        absent = sorted(needed - present)
         with self._checks:
             if absent:
                 raise ConversionError(f"{index}: listed but not in the folder: {listed(absent)}")
@@ -88,7 +96,7 @@ class Checkpoint:
         with self._checks:
             if unlisted:
                 raise ConversionError(f"{index}: in the folder but not listed: {listed(unlisted)}")
-        self._open_shards(sorted(names.keys() - set(absent)), index, names)
+        self._open_shards(sorted(needed - set(absent)), index, names)
         self.is_complete &= not absent
 
     def _open_shards(

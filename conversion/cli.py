@@ -65,6 +65,11 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         action="store_true",
         help="say everything that headers and small files show to be wrong, or what would be written; write nothing",
     )
+    p.add_argument(
+        "--mmproj",
+        action="store_true",
+        help="write the vision part (mmproj-NAME.gguf) instead of the text model; types: f32, f16, bf16, q8_0, auto",
+    )
     p.add_argument("--vocab-only", action="store_true", help="write keys and vocabulary without tensors")
     p.add_argument("--model-name", metavar="NAME", help="general.name (default: from the model card or the folder)")
     p.add_argument(
@@ -186,6 +191,8 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         p.error("the following arguments are required: MODEL")
     if arguments.revision is not None and not arguments.remote:
         p.error("--revision goes with --remote")
+    if arguments.mmproj and arguments.vocab_only:
+        p.error("--vocab-only is about the text model, --mmproj about the vision part: only one of them")
 
     def work(progress: Progress | None) -> int:
         request = _request(arguments, progress)
@@ -239,6 +246,7 @@ def _request(arguments: argparse.Namespace, progress: Progress | None) -> Reques
         restart=arguments.restart,
         dry_run=arguments.dry_run,
         vocab_only=arguments.vocab_only,
+        mmproj=arguments.mmproj,
         model_name=arguments.model_name,
         metadata=arguments.metadata,
         limits=Limits(arguments.split_max_size, arguments.split_max_tensors, arguments.no_tensor_first_split),

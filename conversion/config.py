@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from .errors import Checks, ConversionError
 
+PREPROCESSOR = "preprocessor_config.json"  # beside config.json, where a model sees
+
 _ABSENT = object()
 _NO_LAYERS: list[int] = []
 _SHOWN_CHARACTERS = 200

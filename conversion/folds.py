@@ -147,6 +147,33 @@ class SplitKvB:
         ]
 
 
+@dataclass(frozen=True)
+class AxisMajorRope:
+    """Q, K and V as one matrix `[3 * heads * d, cols]`, for a rotation in two directions: within each head of Q and K
+    the pairs that turn with x come first, those that turn with y after them. In the checkpoint they take turns."""
+
+    name: str
+    n_heads: int
+
+    def plan(self, prefix: str, sources: Sources, types: Types) -> list[PlannedTensor]:
+        (source,) = sources.values()
+        n_rows, n_cols = source.shape
+        d = n_rows // (3 * self.n_heads)
+        # Row 4a + 2b + c of a head is part c of pair a in direction b.
+        head = np.arange(d).reshape(-1, 2, 2).transpose(1, 0, 2).ravel()
+        heads = np.arange(2 * self.n_heads)[:, None] * d + head
+        order = np.concatenate([heads.ravel(), np.arange(2 * self.n_heads * d, n_rows)])
+        type_ = types.of(prefix, self.name, (n_cols, n_rows))
+
+        def produce(first: int, count: int) -> np.ndarray:
+            wanted = order[first : first + count]
+            low = int(wanted.min())
+            rows = _stored(source, n_cols, low, int(wanted.max()) + 1 - low)[wanted - low]
+            return quantize_rows(rows, type_, f"{source.name}, rows reordered", first)
+
+        return [_slabs(prefix + self.name, (n_cols, n_rows), type_, produce, n_rows)]
+
+
 def stack_plain(prefix: str, name: str, experts: list[Source], types: Types) -> PlannedTensor:
     """All experts' matrices `[rows, cols]` of one projection, in order of their numbers: ne {cols, rows, n_experts}."""
     n_rows, n_cols = experts[0].shape

@@ -31,7 +31,8 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 DEFAULT_REVISION = "main"
 # Everything that is read whole. They lie in a temporary folder while the conversion runs.
 SMALL_FILES = re.compile(
-    r"(config|generation_config|tokenizer_config|chat_template)\.json|tiktoken\.model|chat_template\.jinja|README\.md|"
+    r"(config|generation_config|tokenizer_config|preprocessor_config|chat_template)\.json|tiktoken\.model|"
+    r"chat_template\.jinja|README\.md|"
     r"[A-Za-z0-9._-]*\.safetensors\.index[A-Za-z0-9._-]*\.json"
 )
 

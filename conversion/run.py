@@ -22,10 +22,10 @@ from gguf_ext.writer import Output, Progress
 
 from .base import Converter, get_converter
 from .checkpoint import Checkpoint
-from .config import Config
+from .config import PREPROCESSOR, Config
 from .errors import ConversionError
 from .shards import LocalStore, Store
-from .types import OUTTYPES, Types, parse_override
+from .types import OUTTYPES, parse_override
 from .vocab import CONFIG_NAME as TOKENIZER_CONFIG
 from .vocab import RANKS_NAME, Vocabulary, read_vocabulary
 
@@ -52,6 +52,7 @@ class Request:
         restart: throw away what an unfinished run has left, instead of continuing it.
         dry_run: check and plan everything, write nothing.
         vocab_only: keys and vocabulary without tensors.
+        mmproj: the vision part instead of the text model.
         model_name: `general.name`; metadata: JSON file of `general.*` keys.
         limits: of one file of a split; only: the numbers of the files to write, from 1, by default all.
         verify: compare what was written with the source; verify_only: compare what is there, write nothing.
@@ -70,6 +71,7 @@ class Request:
     restart: bool = False
     dry_run: bool = False
     vocab_only: bool = False
+    mmproj: bool = False
     model_name: str | None = None
     metadata: str | Path | None = None
     limits: Limits = Limits()
@@ -79,6 +81,11 @@ class Request:
     threads: int | None = None
     progress: Progress | None = None
     on_digest: OnDigest | None = None
+
+    @property
+    def kind(self) -> str:
+        """`general.type` of what is asked for."""
+        return c.TYPE_MMPROJ if self.mmproj else c.TYPE_MODEL
 
 
 def convert(
@@ -103,15 +110,19 @@ def run(request: Request) -> list[Path]:
     """
     if request.outtype != AUTO and request.outtype not in OUTTYPES:
         raise ConversionError(f"output type {request.outtype!r}, expected one of {', '.join((*OUTTYPES, AUTO))}")
+    if request.mmproj and request.vocab_only:
+        raise ConversionError("a vision part has no vocabulary: mmproj and vocab_only exclude each other")
     with local_request(request) as (local, store):
         config = Config(Path(local.model_dir) / CONFIG)
-        converter = get_converter(config.architecture)(config)
+        converter = get_converter(config.architecture, request.kind)(config)
         log.info("%s: %s with %d layers", request.model_dir, config.architecture, converter.n_layers)
-        vocabulary = read_vocabulary(Path(local.model_dir), config, converter.chat_template)
-        log.info("vocabulary: %d tokens, %d merges", len(vocabulary.tokens), len(vocabulary.merges))
-        if request.vocab_only:
-            return _finish(local, *plan_vocabulary(local, converter, vocabulary), None)
-        with Checkpoint(Path(local.model_dir), store) as checkpoint:
+        vocabulary = None
+        if not request.mmproj:
+            vocabulary = read_vocabulary(Path(local.model_dir), config, converter.chat_template)
+            log.info("vocabulary: %d tokens, %d merges", len(vocabulary.tokens), len(vocabulary.merges))
+            if request.vocab_only:
+                return _finish(local, *plan_vocabulary(local, converter, vocabulary), None)
+        with Checkpoint(Path(local.model_dir), store, only=converter.wanted) as checkpoint:
             return _finish(local, *plan_file(local, converter, vocabulary, checkpoint), checkpoint)
 
 
@@ -134,7 +145,8 @@ def local_request(request: Request) -> Iterator[tuple[Request, Store]]:
     from .remote import open_remote  # the network library takes longer to import than a small conversion
 
     with open_remote(str(request.model_dir), request.revision) as model:
-        outfile = request.outfile or model.model_id.replace("/", "-") + "-{ftype}.gguf"
+        start = f"{c.TYPE_MMPROJ}-" if request.mmproj else ""
+        outfile = request.outfile or start + model.model_id.replace("/", "-") + "-{ftype}.gguf"
         local = replace(request, model_dir=model.folder, outfile=outfile, remote=False, revision=None)
         yield replace(local, threads=request.threads or REMOTE_THREADS), model
 
@@ -149,13 +161,20 @@ def plan_vocabulary(request: Request, converter: Converter, vocabulary: Vocabula
 
 
 def plan_file(
-    request: Request, converter: Converter, vocabulary: Vocabulary, checkpoint: Checkpoint
+    request: Request, converter: Converter, vocabulary: Vocabulary | None, checkpoint: Checkpoint
 ) -> tuple[Plan, Path]:
-    """Everything the output will hold, and its name."""
+    """Everything the output will hold, and its name.
+
+    Raises:
+        ConversionError: see `Converter.plan_tensors`; the output type or a tensor type is none of this kind of file.
+    """
     outtype = converter.auto_outtype(checkpoint) if request.outtype == AUTO else request.outtype
+    if outtype not in converter.outtypes:
+        expected = ", ".join((*converter.outtypes, AUTO))
+        raise ConversionError(f"output type {outtype!r} of a vision part, expected one of {expected}")
     file_type = OUTTYPES[outtype].file_type
     overrides = [parse_override(text) for text in request.tensor_types]
-    types = Types(OUTTYPES[outtype], overrides, converter.n_layers, converter.kda_layers)
+    types = converter.types(outtype, overrides)
     tensors = converter.plan_tensors(checkpoint, types)
     types.check_overrides(tensor.name for tensor in tensors)
     for warning in types.warnings:
@@ -164,7 +183,8 @@ def plan_file(
         file_type = LlamaFileType.MOSTLY_MXFP4_MOE
     described = _describe(request, converter, tensors)
     plan = _plan(converter, described, file_type)
-    vocabulary.add_fields(plan)
+    if vocabulary is not None:
+        vocabulary.add_fields(plan)
     for tensor in tensors:
         plan.add_tensor(tensor)
     name = described.file_name(_type_name(file_type))
@@ -173,7 +193,9 @@ def plan_file(
 
 def _describe(request: Request, converter: Converter, tensors: Sequence[PlannedTensor]) -> Metadata:
     overrides = Path(request.metadata) if request.metadata is not None else None
-    return Metadata(Path(request.model_dir), converter.architecture, tensors, overrides, request.model_name)
+    return Metadata(
+        Path(request.model_dir), converter.architecture, tensors, overrides, request.model_name, converter.kind
+    )
 
 
 def _plan(converter: Converter, described: Metadata, file_type: LlamaFileType) -> Plan:
@@ -199,6 +221,7 @@ def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | N
         "outtype": request.outtype,
         "tensor_types": " ".join(request.tensor_types),
         "vocab_only": str(request.vocab_only),
+        "mmproj": str(request.mmproj),
         **_file_facts(request),
     }
     facts |= _shard_facts(checkpoint)
@@ -262,7 +285,7 @@ def _verify(request: Request, outputs: Sequence[Output]) -> None:
 
 def _file_facts(request: Request) -> dict[str, str]:
     """Digests of the small files that keys and vocabulary follow from."""
-    names = (CONFIG, RANKS_NAME, TOKENIZER_CONFIG, *CHAT_TEMPLATES, GENERATION_CONFIG, MODEL_CARD)
+    names = (CONFIG, PREPROCESSOR, RANKS_NAME, TOKENIZER_CONFIG, *CHAT_TEMPLATES, GENERATION_CONFIG, MODEL_CARD)
     files = {name: Path(request.model_dir) / name for name in names}
     if request.metadata is not None:
         files["--metadata"] = Path(request.metadata)

@@ -14,6 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
+from gguf_ext import buffers
+
 from .errors import ConversionError
 
 
@@ -76,7 +78,7 @@ class LocalShard(Shard):
         return str(os.fstat(self._handle).st_mtime_ns)
 
     def read(self, offset: int, n_bytes: int) -> np.ndarray:
-        buffer = np.empty(n_bytes, dtype=np.uint8)
+        buffer = buffers.empty(n_bytes)
         view = buffer.data
         done = 0
         while done < n_bytes:

@@ -62,15 +62,18 @@ def _check(request: Request, store: Store, checks: Checks) -> tuple[Plan, Path] 
     vocabulary: Vocabulary | None = None
     with checks:
         config = Config(folder / CONFIG, checks)
-        converter = get_converter(config.architecture)(config)
-    if config is not None:
+        converter = get_converter(config.architecture, request.kind)(config)
+    if request.mmproj:
+        pass  # it has no vocabulary
+    elif config is not None:
         with checks:
             vocabulary = read_vocabulary(folder, config, None if converter is None else converter.chat_template)
     else:
         checks.passes(read_ranks, folder / RANKS_NAME)
         checks.passes(read_chat_templates, folder)
-    with checks, Checkpoint(folder, store, checks) as checkpoint:
+    only = ("",) if converter is None else converter.wanted
+    with checks, Checkpoint(folder, store, checks, only) as checkpoint:
         is_known = config is not None and not config.has_stand_ins and checkpoint.is_complete
-        if converter is not None and vocabulary is not None and is_known:
+        if converter is not None and (vocabulary is not None or request.mmproj) and is_known:
             return plan_file(request, converter, vocabulary, checkpoint)
     return None

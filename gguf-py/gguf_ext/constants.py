@@ -1,9 +1,11 @@
-"""Names and numbers of GGUF files of the architectures `kimi-linear` and `kimi-k3`.
+"""Names and numbers of GGUF files of the architectures `kimi-linear` and `kimi-k3`, and of Kimi-K3's vision part.
 
 Types, block sizes and file-type numbers come from the PyPI package `gguf`; this file adds the keys and tensor names of
 the two architectures (that package does not know `kimi-k3`). Keys and tensor names are those of existing files, so
-files are interchangeable. No key beyond theirs is written: the epsilon of the two LoRA norms and of the L2 norm (1e-6)
-is a constant of the published model code, not a hyperparameter of the checkpoint, so the engine holds it.
+files are interchangeable. A text file has no key beyond theirs: the epsilon of the two LoRA norms and of the L2 norm
+(1e-6) is a constant of the published model code, not a hyperparameter of the checkpoint, so the engine holds it. The
+known keys of a vision file cannot say which epsilons and activations its tower has, so there `deltallama.vision.` is
+added (docs/vision.md).
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ SCALAR_FORMATS: dict[GGUFValueType, str] = {
 
 ARCH_KIMI_LINEAR = "kimi-linear"
 ARCH_KIMI_K3 = "kimi-k3"
+ARCH_CLIP = "clip"  # every vision part has it; the projector's type says whose it is
+
+TYPE_MODEL = "model"  # general.type
+TYPE_MMPROJ = "mmproj"
 
 # --- keys -----------------------------------------------------------------------------------------------------------
 KEY_ARCHITECTURE = "general.architecture"
@@ -92,6 +98,36 @@ KEY_EXPERT_LATENT_LENGTH = "expert_latent_length"
 KEY_SITU_BETA = "activation.situ_beta"
 KEY_SITU_LINEAR_BETA = "activation.situ_linear_beta"
 KEY_ATTN_RES_BLOCK_SIZE = "attn_res.block_size"
+
+# Of a vision part, without "clip.".
+KEY_HAS_VISION_ENCODER = "has_vision_encoder"
+KEY_PROJECTOR_TYPE = "projector_type"
+KEY_USE_GELU = "use_gelu"
+KEY_VISION_PROJECTION_DIM = "vision.projection_dim"
+KEY_VISION_IMAGE_SIZE = "vision.image_size"  # of the learned positions, in pixels
+KEY_VISION_PATCH_SIZE = "vision.patch_size"
+KEY_VISION_EMBEDDING_LENGTH = "vision.embedding_length"
+KEY_VISION_FEED_FORWARD_LENGTH = "vision.feed_forward_length"
+KEY_VISION_BLOCK_COUNT = "vision.block_count"
+KEY_VISION_HEAD_COUNT = "vision.attention.head_count"
+KEY_VISION_HEAD_DIM = "vision.attention.head_dim"
+KEY_VISION_NORM_EPS = "vision.attention.layer_norm_epsilon"
+KEY_VISION_IMAGE_MEAN = "vision.image_mean"
+KEY_VISION_IMAGE_STD = "vision.image_std"
+KEY_VISION_SCALE_FACTOR = "vision.projector.scale_factor"
+KEY_VISION_MIN_PIXELS = "vision.image_min_pixels"
+KEY_VISION_MAX_PIXELS = "vision.image_max_pixels"
+PROJECTOR_KIMI_K3 = "kimik3"
+
+# What the keys above cannot hold; whole names.
+KEY_TOWER_NORM_EPS = "deltallama.vision.tower_norm_epsilon"
+KEY_PROJECTOR_NORM_EPS = "deltallama.vision.projector_norm_epsilon"
+KEY_FFN_ACTIVATION = "deltallama.vision.ffn_activation"
+KEY_PROJECTOR_ACTIVATION = "deltallama.vision.projector_activation"
+KEY_VISION_ROPE_FREQ_BASE = "deltallama.vision.rope_freq_base"
+KEY_PATCH_LIMIT = "deltallama.vision.patch_limit"
+KEY_PATCH_LIMIT_ON_ONE_SIDE = "deltallama.vision.patch_limit_on_one_side"
+KEY_MAX_FRAMES = "deltallama.vision.max_frames"
 
 KEY_TOKENIZER_MODEL = "tokenizer.ggml.model"
 KEY_TOKENIZER_PRE = "tokenizer.ggml.pre"
@@ -161,6 +197,21 @@ FFN_DOWN_SHEXP = "ffn_down_shexp.weight"
 FFN_ROUTED_DOWN = "ffn_routed_down.weight"
 FFN_ROUTED_UP = "ffn_routed_up.weight"
 FFN_ROUTED_NORM = "ffn_routed_norm.weight"
+
+# Of a vision part.
+V_PATCH_EMBD = "v.patch_embd.weight"
+V_POSITION_EMBD = "v.position_embd.weight"
+V_POST_LN = "v.post_ln.weight"
+V_BLOCK = "v.blk.{layer}."  # prefix of the next six
+V_LN1 = "ln1.weight"
+V_LN2 = "ln2.weight"
+V_ATTN_QKV = "attn_qkv.weight"
+V_ATTN_OUT = "attn_out.weight"
+V_FFN_UP = "ffn_up.weight"
+V_FFN_DOWN = "ffn_down.weight"
+MM_1 = "mm.1.weight"
+MM_2 = "mm.2.weight"
+MM_POST_NORM = "mm.post_norm.weight"
 
 # Two-dimensional and larger tensors that stay F32 whatever the output type: rounding a router or a convolution tap
 # costs far more than the bytes it saves.

@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 import yaml
 
-from .constants import GGUFValueType
+from .constants import TYPE_MMPROJ, TYPE_MODEL, GGUFValueType
 from .errors import GGUFError
 from .plan import Plan, PlannedTensor
 
@@ -26,7 +26,7 @@ _LISTS_OF_MODELS = ("general.base_models", "general.datasets")  # spread over se
 
 
 class Metadata:
-    """What a folder and the arguments say about a model.
+    """What a folder and the arguments say about a model; `kind` is its `general.type`.
 
     Raises:
         GGUFError: one of the files is malformed, or an override names a key that cannot be set.
@@ -39,7 +39,9 @@ class Metadata:
         tensors: Iterable[PlannedTensor] = (),
         overrides: Path | None = None,
         model_name: str | None = None,
+        kind: str = TYPE_MODEL,
     ) -> None:
+        self.kind = kind
         folder = folder.resolve()  # its name matters, also when given as "."
         given = _read_object(overrides) if overrides is not None else {}
         counts = _parameter_counts(tensors)
@@ -68,19 +70,21 @@ class Metadata:
             plan.add_field(key, field.value, field.type, element)
 
     def file_name(self, file_type: str | None) -> str:
-        """`NAME-SIZE-FINETUNE-VERSION-TYPE.gguf`; without a file type the name of a vocabulary."""
+        """`NAME-SIZE-FINETUNE-VERSION-TYPE.gguf`; without a file type the name of a vocabulary. A vision part is named
+        after its model, whose size is not its own: `mmproj-NAME-FINETUNE-VERSION-TYPE.gguf`."""
         values = self.values
         vocabulary = file_type is None
+        is_part = self.kind == TYPE_MMPROJ
         name = gguf.naming_convention(
             values.name,
             values.basename,
             values.finetune,
             values.version,
-            None if vocabulary else values.size_label,
+            None if vocabulary or is_part else values.size_label,
             file_type,
             "vocab" if vocabulary else None,
         )
-        return f"{name}.gguf"
+        return f"{TYPE_MMPROJ}-{name}.gguf" if is_part else f"{name}.gguf"
 
     def _add_repetition_penalty(self, folder: Path, given: dict[str, Any]) -> None:
         path = folder / GENERATION_CONFIG
@@ -91,7 +95,7 @@ class Metadata:
     def _collect(self, architecture: str) -> dict[str, Any]:
         # The library writes metadata only through its own writer; without a path that is a dict of what it would write.
         writer = gguf.GGUFWriter(None, architecture)
-        writer.add_type(gguf.GGUFType.MODEL)
+        writer.add_type(self.kind)
         self.values.set_gguf_meta_model(writer)
         return writer.kv_data[0]
 

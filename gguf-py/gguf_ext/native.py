@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from . import buffers
 from .constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from .errors import GGUFError
 
@@ -74,7 +75,7 @@ class Library:
             GGUFError: the library refuses the call.
         """
         n_rows, row_length = rows.shape
-        out = np.empty((n_rows, _row_bytes(type_, row_length)), np.uint8)
+        out = buffers.empty(n_rows * _row_bytes(type_, row_length)).reshape(n_rows, -1)
         weight = None if importance is None else importance.ctypes.data
         bad = ctypes.c_int64(-1)
         source = SOURCES[rows.dtype]
@@ -90,7 +91,7 @@ class Library:
         Raises:
             GGUFError: the library refuses the call.
         """
-        out = np.empty((raw.shape[0], row_length), np.float32)
+        out = buffers.empty(4 * raw.shape[0] * row_length).view(np.float32).reshape(raw.shape[0], row_length)
         status = self._library.delta_dequantize_rows(
             type_, raw.ctypes.data, out.ctypes.data, raw.shape[0], row_length, n_threads
         )
@@ -106,7 +107,7 @@ class Library:
             GGUFError: the library refuses the call.
         """
         n_rows, row_length = scales.shape[0], 32 * scales.shape[1]
-        out = np.empty((n_rows, _row_bytes(GGMLQuantizationType.MXFP4, row_length)), np.uint8)
+        out = buffers.empty(n_rows * _row_bytes(GGMLQuantizationType.MXFP4, row_length)).reshape(n_rows, -1)
         bad = ctypes.c_int64(-1)
         status = self._library.delta_repack_mxfp4(
             packed.ctypes.data, scales.ctypes.data, out.ctypes.data, n_rows, row_length, n_threads, bad

@@ -25,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from zlib import crc32
 
+from . import buffers
 from .errors import GGUFError, UnwritableError
 from .journal import SUFFIX as JOURNAL_SUFFIX
 from .journal import Facts, Journal, Record, sync_folder
@@ -325,7 +326,7 @@ def _write_piece(handle: int, piece: Piece) -> bytes:
 
 
 def _checksum(handle: int, piece: Piece) -> bytes:
-    data = memoryview(bytearray(piece.n_bytes + piece.padding))
+    data = memoryview(buffers.empty(piece.n_bytes + piece.padding))
     done = 0
     while done < len(data) and (n := os.preadv(handle, [data[done:]], piece.offset + done)):
         done += n
