@@ -75,7 +75,8 @@ class Library:
             GGUFError: the library refuses the call.
         """
         n_rows, row_length = rows.shape
-        out = buffers.empty(n_rows * _row_bytes(type_, row_length)).reshape(n_rows, -1)
+        row_bytes = _row_bytes(type_, row_length)
+        out = buffers.empty(n_rows * row_bytes).reshape(n_rows, row_bytes)
         weight = None if importance is None else importance.ctypes.data
         bad = ctypes.c_int64(-1)
         source = SOURCES[rows.dtype]
@@ -107,7 +108,8 @@ class Library:
             GGUFError: the library refuses the call.
         """
         n_rows, row_length = scales.shape[0], 32 * scales.shape[1]
-        out = buffers.empty(n_rows * _row_bytes(GGMLQuantizationType.MXFP4, row_length)).reshape(n_rows, -1)
+        row_bytes = _row_bytes(GGMLQuantizationType.MXFP4, row_length)
+        out = buffers.empty(n_rows * row_bytes).reshape(n_rows, row_bytes)
         bad = ctypes.c_int64(-1)
         status = self._library.delta_repack_mxfp4(
             packed.ctypes.data, scales.ctypes.data, out.ctypes.data, n_rows, row_length, n_threads, bad
