@@ -90,7 +90,8 @@ class MoonVit(Converter):
         "patch_embed.proj.bias": _VISION + "patch_embed_proj_bias",
         "wqkv.bias": _VISION + "attn_bias",
         "wo.bias": _VISION + "attn_bias",
-        ".bias": _VISION + "linear_bias",
+        "fc0.bias": _VISION + "linear_bias",
+        "fc1.bias": _VISION + "linear_bias",
     }
 
     def __init__(self, config: Config) -> None:
