@@ -15,6 +15,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
 from .errors import Checks, ConversionError
 
 PREPROCESSOR = "preprocessor_config.json"  # beside config.json, where a model sees
@@ -22,6 +24,7 @@ PREPROCESSOR = "preprocessor_config.json"  # beside config.json, where a model s
 _ABSENT = object()
 _NO_LAYERS: list[int] = []
 _SHOWN_CHARACTERS = 200
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 _FIELD = re.compile(r"[a-z][a-z0-9_.]*")  # in a formula such as `num_shared_experts * moe_intermediate_size`
 
 
@@ -151,10 +154,12 @@ class Config:
 
     @_or(lambda: 1.0, shapes=False)
     def number(self, field: str) -> float:
-        """A required finite number."""
+        """A required finite number, within what files keep: float32."""
         value = self._required(field)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or value != value or abs(value) == math.inf:
             raise self.wrong(field, "a finite number")
+        if abs(value) > _LARGEST or 0 < abs(value) < _SMALLEST:
+            raise self.wrong(field, "a number that 32 bits can hold (float32)")
         return float(value)
 
     @_or(lambda: 1.0, shapes=False)

@@ -18,12 +18,17 @@ from .shards import Shard
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
+_MAX_AXES = 16  # far beyond any tensor's
+_MAX_NUMBER = 1 << 63  # no file has so many bytes
+_LFS_POINTER = b"version https://git-lfs"
+_SHOWN_CHARACTERS = 100
 _DTYPE_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
+LFS_POINTER_PROBLEM = "is a pointer of Git LFS, not the file itself: fetch it with `git lfs pull`"
 _INT = {int}  # not bool, which is another type
 
 _Entry = tuple[int, int, str, str, tuple[int, ...]]  # begin, end, name, dtype, shape
@@ -64,6 +69,11 @@ class Source:
         return raw.view({"F32": "<f4", "F16": "<f2"}[self.dtype]).astype(np.float32, copy=False)
 
 
+def is_lfs_pointer(content: bytes) -> bool:
+    """Whether a file is what a clone without Git LFS has in place of a large one."""
+    return content.startswith(_LFS_POINTER)
+
+
 def read_header(shard: Shard) -> bytes:
     """The JSON text of a shard's header.
 
@@ -73,7 +83,10 @@ def read_header(shard: Shard) -> bytes:
     size = shard.size()
     if size < 8:
         raise ConversionError(f"{shard.path}: {size} bytes, too short for a safetensors file")
-    length = int(shard.read(0, 8).view("<u8")[0])
+    first = shard.read(0, 8)
+    if first.tobytes() == _LFS_POINTER[:8] and is_lfs_pointer(shard.read(0, min(size, len(_LFS_POINTER))).tobytes()):
+        raise ConversionError(f"{shard.path} {LFS_POINTER_PROBLEM}")
+    length = int(first.view("<u8")[0])
     if length > min(_MAX_HEADER, size - 8):
         raise ConversionError(
             f"{shard.path}: header of {length} bytes announced, but the file has {size} and {_MAX_HEADER} is the limit"
@@ -109,15 +122,17 @@ def parse_header(shard: Shard, text: bytes, checks: Checks) -> list[Source]:
 
 
 def _check_entry(path: PurePath, name: str, entry: Any, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> _Entry:
+    if not name.isprintable():
+        raise ConversionError(f"{path}: {_shown(name)} is no name of a tensor: it has characters that cannot be shown")
     if not isinstance(entry, dict):
         raise ConversionError(f"{path}: tensor {name}: the header holds no description of it")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise ConversionError(f"{path}: tensor {name}: unknown dtype {dtype!r}")
-    if not _naturals(shape):
-        raise ConversionError(f"{path}: tensor {name}: impossible shape {shape!r}")
+        raise ConversionError(f"{path}: tensor {name}: unknown dtype {_shown(dtype)}")
+    if not _naturals(shape) or len(shape) > _MAX_AXES:
+        raise ConversionError(f"{path}: tensor {name}: impossible shape {_shown(shape)}")
     if not _naturals(offsets) or len(offsets) != 2:
-        raise ConversionError(f"{path}: tensor {name}: impossible data_offsets {offsets!r}")
+        raise ConversionError(f"{path}: tensor {name}: impossible data_offsets {_shown(offsets)}")
     begin, end = offsets
     expected = prod(shape) * _DTYPE_BYTES[dtype]
     if end - begin != expected:
@@ -129,4 +144,14 @@ def _check_entry(path: PurePath, name: str, entry: Any, shapes: dict[tuple[int, 
 
 
 def _naturals(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and set(map(type, value)) <= _INT and min(value, default=0) >= 0
+    return (
+        isinstance(value, list)
+        and set(map(type, value)) <= _INT
+        and min(value, default=0) >= 0
+        and max(value, default=0) < _MAX_NUMBER
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"

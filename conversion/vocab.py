@@ -20,10 +20,12 @@ from gguf_ext.constants import GGUFValueType, TokenType
 
 from .config import Config, read_json
 from .errors import ConversionError
+from .headers import LFS_POINTER_PROBLEM, is_lfs_pointer
 
 RANKS_NAME = "tiktoken.model"
 CONFIG_NAME = "tokenizer_config.json"
-MAX_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 20  # far beyond any model; a damaged count must not fill the memory
+MAX_TOKEN_BYTES = 4096  # likewise: finding a merge takes the square of it
 N_RESERVED = 256  # special ids directly above the ranks; those without a name of their own are reserved
 
 
@@ -141,7 +143,10 @@ def read_ranks(path: Path) -> list[bytes]:
         hint = f" ({other.name} is there, but its merges are not the model's ranks)" if other.is_file() else ""
         raise ConversionError(f"{path} is missing{hint}")
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    content = path.read_bytes()
+    if is_lfs_pointer(content):
+        raise ConversionError(f"{path} {LFS_POINTER_PROBLEM}")
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line:
             continue
         parts = line.split()
@@ -151,6 +156,8 @@ def read_ranks(path: Path) -> list[bytes]:
             raise ConversionError(f"{path}: line {number} is not a base64 token and a rank") from None
         if len(parts) != 2 or not token:
             raise ConversionError(f"{path}: line {number} is not a base64 token and a rank")
+        if len(token) > MAX_TOKEN_BYTES:
+            raise ConversionError(f"{path}: line {number}: a token of {len(token)} bytes, at most {MAX_TOKEN_BYTES}")
         if token in ranks:
             raise ConversionError(
                 f"{path}: line {number}: the token {token!r} occurs twice, first with rank {ranks[token]}"

@@ -97,7 +97,7 @@ MESSAGES = {
     "header_not_json": r"header of .*model-00003-of-0+3\.safetensors is not valid JSON",
     "duplicate_key": r"header of .*model-00003-of-0+3\.safetensors is not valid JSON: '.*' occurs twice",
     "offset_overlap": r"model-00003-of-0+3\.safetensors: tensor .* overlaps the tensor before it",
-    "offset_huge": r"model-00003-of-0+3\.safetensors: tensor .* leaves a gap before it",
+    "offset_huge": r"model-00003-of-0+3\.safetensors: tensor .*: impossible data_offsets",
     "offset_reversed": r"model-00003-of-0+3\.safetensors: tensor .* takes \d+ bytes, but -\d+ are announced",
     "shape_negative": r"model-00003-of-0+3\.safetensors: tensor .* impossible shape \[-",
     "dtype_lies": r"model-00003-of-0+3\.safetensors: tensor .* F32 .* takes \d+ bytes, but \d+ are announced",
@@ -391,6 +391,48 @@ def test_b27_packed_widths_and_dtypes(tmp_path: Path) -> None:
         refused(tmp_path / name, MESSAGES[name], defect=name)
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"shape": [2**62] * 3_000_000}, r"tensor x: impossible shape \[4611.{50,100}…$"),
+        ({"shape": [10**4000] * 2}, r"tensor x: impossible shape \[10.{50,100}…$"),
+        ({"data_offsets": [0, 10**4000]}, r"tensor x: impossible data_offsets \[0, 10.{50,100}…$"),
+        ({"dtype": "F" * 1000}, r"tensor x: unknown dtype 'F{50,100}…$"),
+    ],
+    ids=["axes", "lengths", "offsets", "dtype"],
+)
+def test_b24_headers_of_a_size_that_would_take_for_ever(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    folder = tiny.write_checkpoint(tmp_path / "model", index=False, shards=1)
+    write_header(folder / "model.safetensors", {"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], **entry}})
+    assert re.search(message, refusal(folder))
+
+
+@pytest.mark.parametrize("where", ["header", "index"])
+def test_names_that_would_play_with_a_terminal_are_escaped(tmp_path: Path, where: str) -> None:
+    name = "model\x1b[2J\n\u202e"
+    folder = tiny.write_checkpoint(tmp_path / "model", index=where == "index", shards=1)
+    if where == "header":
+        write_header(folder / "model.safetensors", {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
+    else:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: "model.safetensors"}}))
+    message = refusal(folder)
+    assert message.isprintable() and "'model\\x1b[2J\\n\\u202e' is no name of a tensor" in message
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tiktoken.model"])
+def test_files_that_git_lfs_has_not_fetched(tmp_path: Path, file: str) -> None:
+    folder = tiny.write_checkpoint(tmp_path / "model", shards=1)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 1561161520896\n"
+    (folder / file).write_text(pointer)
+    assert f"{file} is a pointer of Git LFS, not the file itself" in refusal(folder)
+
+
+def write_header(path: Path, header: dict[str, Any]) -> None:
+    """A shard with a header and nothing else."""
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
 def test_b29_mixed_storage_is_refused_not_requantized(tmp_path: Path) -> None:
     refused(tmp_path, MESSAGES["packed_and_plain"], defect="packed_and_plain")
 
@@ -439,6 +481,10 @@ def test_tokenizer_config_faults(tmp_path: Path, content: str | None, message: s
         ("vocab_size", 10**12, "vocab_size is 1000000000000, expected at most"),
         ("hidden_size", 10**30, "hidden_size is 10*, expected at most 2147483647"),
         ("rms_norm_eps", "1e-5", 'rms_norm_eps is "1e-5", expected a finite number'),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps is NaN, expected a finite number"),
+        ("rms_norm_eps", 10**400, "rms_norm_eps is 10*…, expected a number that 32 bits can hold"),
+        ("rms_norm_eps", 1e-46, "rms_norm_eps is 1e-46, expected a number that 32 bits can hold"),
+        ("activation_situ_beta", 1e39, r"activation_situ_beta is 1e\+39, expected a number that 32 bits can hold"),
         ("mla_use_nope", 1, "mla_use_nope is 1, expected true"),
         ("mla_use_output_gate", 1, "mla_use_output_gate is 1, expected true or false"),
         ("first_k_dense_replace", 9, "first_k_dense_replace is 9, expected at most num_hidden_layers 8"),

@@ -201,6 +201,7 @@ def test_eos_is_the_configs(tmp_path: Path, value: Any) -> None:
         (b"AA== -1\n", "found -1, expected 0"),
         (b"AA== 0\nAQ== 1\n", "no token for 254 of the 256 bytes, the first is 0x02"),
         (b"A*== 0\n", "line 1 is not a base64"),
+        (b"AAAA" * 2000 + b" 0\n", "line 1: a token of 6000 bytes, at most 4096"),
     ],
 )
 def test_bad_ranks_are_named(tmp_path: Path, lines: bytes, message: str) -> None:
