@@ -29,6 +29,7 @@ from gguf_ext.writer import Progress
 
 from .errors import ConversionError
 from .folds import SLAB_VALUES, slab_rows
+from .run import is_same_file
 from .shards import LocalShard, Shard
 from .types import OUTTYPES, OutType, Types, parse_override
 
@@ -106,9 +107,10 @@ def run(job: Job) -> list[Path]:
             "imatrix": sha256(Path(job.imatrix).read_bytes()).hexdigest()[:16] if job.imatrix is not None else "none",
         } | _source_facts(shards)
         outputs = OutputSet(plan, Path(job.target), facts, job.limits)
+        sources = [*reader.paths, *([Path(job.imatrix)] if job.imatrix is not None else [])]
         for output in outputs.outputs:
-            if output.path.exists() and any(output.path.samefile(path) for path in reader.paths):
-                raise ConversionError(f"{output.path} is the file that is read; give the output another name")
+            if any(is_same_file(output.path, path) for path in sources):
+                raise ConversionError(f"{output.path} is a file that is read; give the output another name")
             log.info("%s: %d tensors, %d bytes", output.path, len(output.plan.tensors), output.size)
         if job.dry_run:
             outputs.check(outputs.outputs, force=job.force, restart=job.restart)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -216,7 +217,6 @@ def _target(folder: Path, outfile: str | Path | None, default_name: str, file_ty
 
 
 def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | None) -> list[Path]:
-    folder = Path(request.model_dir)
     facts = {
         "outtype": request.outtype,
         "tensor_types": " ".join(request.tensor_types),
@@ -230,8 +230,7 @@ def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | N
     for output in selected:
         n_fields, n_tensors = len(output.plan.fields), len(output.plan.tensors)
         log.info("%s: %d keys, %d tensors, %d bytes", output.path, n_fields, n_tensors, output.size)
-        if output.path.exists() and any(output.path.samefile(f) for f in folder.iterdir() if f.suffix != ".gguf"):
-            raise ConversionError(f"{output.path} is part of the model that is being converted")
+        _refuse_sources(output.path, request)
     if request.dry_run:
         unfinished = outputs.check(selected, force=request.force, restart=request.restart)
         missing, free = outputs.room(unfinished, restart=request.restart)
@@ -254,6 +253,24 @@ def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | N
     if request.verify or request.verify_only:
         _verify(request, selected)
     return [output.path for output in selected]
+
+
+def _refuse_sources(path: Path, request: Request) -> None:
+    """Refuse to replace what is read, under whatever name, and anything else of the model but GGUF files."""
+    if not path.exists():
+        return
+    inside = (Path(folder, name) for folder, _, names in os.walk(request.model_dir) for name in names)
+    if any(is_same_file(path, file) for file in inside if file.suffix != ".gguf"):
+        raise ConversionError(f"{path} is part of the model that is being converted")
+    if request.metadata is not None and is_same_file(path, Path(request.metadata)):
+        raise ConversionError(f"{path} is the file that --metadata names; give the output another name")
+
+
+def is_same_file(path: Path, other: Path) -> bool:
+    """Whether two names lead to one file; a name that leads nowhere does not."""
+    with suppress(OSError):
+        return path.samefile(other)
+    return False
 
 
 def summary(outputs: Sequence[Output], seconds: float) -> list[str]:

@@ -177,6 +177,24 @@ def test_force_never_replaces_a_part_of_the_model(tmp_path: Path, part: str) -> 
     assert (folder / part).read_bytes() == before
 
 
+def test_force_never_replaces_what_is_read_from_elsewhere(tmp_path: Path) -> None:
+    """Shards in a sub-folder, a file of overrides; a link that leads nowhere is no reason to stop."""
+    folder = tiny.write_checkpoint(tmp_path / "model", index=False)
+    (folder / "weights").mkdir()
+    for shard in folder.glob("*.safetensors"):
+        shard.rename(folder / "weights" / shard.name)
+    overrides = tmp_path / "overrides.json"
+    overrides.write_text('{"general.name": "Kimi"}')
+    before = {path: path.read_bytes() for path in (*sorted(folder.glob("weights/*")), overrides)}
+    for target, message in zip(before, ["part of the model"] * 3 + ["the file that --metadata names"], strict=True):
+        with pytest.raises(conversion.ConversionError, match=message):
+            conversion.convert(folder, outfile=target, force=True, metadata=overrides)
+    assert {path: path.read_bytes() for path in before} == before
+    (folder / "link").symlink_to("nowhere")
+    (tmp_path / "x.gguf").write_text("old")
+    conversion.convert(folder, outfile=tmp_path / "x.gguf", force=True)
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_config_in_another_encoding_is_named(tmp_path: Path, encoding: str) -> None:
     folder = tiny.write_checkpoint(tmp_path / "model")

@@ -371,7 +371,9 @@ def test_values_that_cannot_be_written_are_named(kl: Path, k3: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.gguf", "scale.gguf"]
 
 
-def test_requests_without_sense_are_refused(kl: Path, k3: Path, tmp_path: Path) -> None:
+def test_requests_without_sense_are_refused(kl: Path, k3: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    weights = tmp_path / "im.gguf"
+    random_imatrix(kl, rng).write(weights)
     (taken,) = requantize(kl, tmp_path / "taken.gguf", "q8_0")
     before = taken.read_bytes()
     other = Edit(kl).set("general.architecture", "llama", V.STRING)
@@ -379,7 +381,8 @@ def test_requests_without_sense_are_refused(kl: Path, k3: Path, tmp_path: Path) 
     heads = Edit(kl).set("attention.head_count_kv", 1, V.UINT32).write(tmp_path / "heads.gguf")
     for source, target, outtype, options, message in [
         (kl, taken, "q4_k", {}, "already exists"),
-        (taken, taken, "q4_k", {"force": True}, "is the file that is read"),
+        (taken, taken, "q4_k", {"force": True}, "is a file that is read"),
+        (kl, weights, "q4_k", {"force": True, "imatrix": weights}, "is a file that is read"),
         (kl, tmp_path, "q4_k", {}, "is a folder"),
         (kl, tmp_path / "x", "q9", {}, "type 'q9', expected one of f32"),
         (kl, tmp_path / "x", "q8_0", {"tensor_types": ["nothing=q8_0"]}, "'nothing=q8_0' matches no tensor"),
