@@ -7,6 +7,7 @@ Headers are read and checked here (`headers.py`); payloads are read by range whe
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,8 @@ __all__ = ["FLOAT_DTYPES", "INDEX_NAME", "SINGLE_NAME", "Checkpoint", "Source"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+log = logging.getLogger("conversion")
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5,6})\.safetensors", re.DOTALL)
 
@@ -64,7 +67,10 @@ class Checkpoint:
                 if index is not None:
                     self._open_indexed(index, only)
                 else:
-                    self._open_shards(_shards_without_index(folder, self._store.names()))
+                    present = self._store.names()
+                    files = _shards_without_index(folder, present)
+                    _note_left_out(set(present) - set(files), f"no part of {files[0]}" + ", …" * (len(files) > 1))
+                    self._open_shards(files)
         except BaseException:
             self.close()
             raise
@@ -96,6 +102,7 @@ class Checkpoint:
         with self._checks:
             if unlisted:
                 raise ConversionError(f"{index}: in the folder but not listed: {listed(unlisted)}")
+        _note_left_out(present - names.keys() - set(unlisted), f"not listed in {index.name}")
         self._open_shards(sorted(needed - set(absent)), index, names)
         self.is_complete &= not absent
 
@@ -144,6 +151,12 @@ class Checkpoint:
             self.tensors[source.name] = source
 
 
+def _note_left_out(files: set[str], why: str) -> None:
+    """Some publishers add the same weights in another layout."""
+    if files:
+        log.warning("left out, %s: %s", why, listed(files))
+
+
 def _find_index(folder: Path) -> Path | None:
     index = folder / INDEX_NAME
     if os.path.lexists(index):  # one that leads nowhere is an error, not a missing one
@@ -161,6 +174,8 @@ def _read_index(index: Path) -> dict[str, list[str]]:
         raise ConversionError(f"{index}: weight_map is missing or empty")
     names: dict[str, list[str]] = {}
     for name, file in weight_map.items():
+        if not name.isprintable():
+            raise ConversionError(f"{index}: {name!r} is no name of a tensor: it has characters that cannot be shown")
         if not isinstance(file, str) or (file not in names and not is_plain_name(file)):
             raise ConversionError(f"{index}: tensor {name}: {file!r} is not the name of a file in this folder")
         names.setdefault(file, []).append(name)

@@ -81,6 +81,21 @@ def test_sub_folders_count_only_without_shards_beside_the_config(tmp_path: Path)
     assert "several sets of shards (more/model-…-of-000003, original/model-…-of-000003)" in refusal(folder)
 
 
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("other", ["consolidated.safetensors", "original/model.safetensors"])
+def test_the_same_weights_in_another_layout_are_left_out_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, index: bool, other: str
+) -> None:
+    """Several publishers ship such copies; nobody should have to guess which file was converted."""
+    folder = tiny.write_checkpoint(tmp_path / "model", index=index)
+    (folder / other).parent.mkdir(exist_ok=True)
+    (folder / other).write_bytes(b"not even read")
+    with Checkpoint(folder) as checkpoint:
+        assert len(checkpoint.shards) == 3
+    why = f"not listed in {INDEX}" if index else "no part of model-00001-of-000003.safetensors, …"
+    assert caplog.messages == [f"left out, {why}: {other}"]
+
+
 def test_unlisted_shard_in_a_sub_folder_is_named(tmp_path: Path) -> None:
     folder = tiny.write_checkpoint(tmp_path / "model")
     move_shards(folder, "weights")
