@@ -104,7 +104,7 @@ def test_the_library_neither_prints_nor_ends_the_process() -> None:
 PACKAGES: dict[str, set[str]] = {
     "gguf-py/gguf_ext": {"numpy", "gguf", "yaml"},
     "conversion": {"numpy", "gguf_ext", "gguf", "requests", "urllib3"},
-    "deltallama": {"numpy", "cffi", "tiktoken", "gguf_ext", "conversion"},
+    "deltallama": {"numpy", "cffi", "tiktoken", "PIL", "gguf_ext", "conversion"},
     "tests/reference": {"numpy"},
 }
 TORCH_FOLDERS = ("models/train",)
@@ -200,7 +200,7 @@ def test_what_packages_import_is_declared() -> None:
     declared = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert declared is not None
     names = {re.split(r"[<>=!~;\[ ]", item)[0] for item in re.findall(r'"([^"]+)"', declared[1])}
-    distributions = {"yaml": "pyyaml"}
+    distributions = {"yaml": "pyyaml", "PIL": "pillow"}
     ours = {"gguf_ext", "conversion", "deltallama", "reference"}
     needed = {
         distributions.get(m, m) for p, modules in PACKAGES.items() if not p.startswith("tests") for m in modules - ours
