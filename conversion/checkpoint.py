@@ -10,12 +10,12 @@ import gc
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path, PurePosixPath
 from types import TracebackType
+
+from gguf_ext.pipeline import in_order
 
 from .config import read_json
 from .errors import Checks, ConversionError, listed
@@ -113,35 +113,37 @@ class Checkpoint:
         n_known = 0
         lost: dict[str, str] = {}  # listed for a file and not in it -> that file
         extra: dict[str, str] = {}  # in a file and not listed for it -> that file
-        for file, shard, text in self._headers(files):
-            with self._checks:
-                sources = parse_header(shard, text, self._checks)
-                if names is not None:
-                    _compare(file, names.pop(file), sources, lost, extra)
-                self._add(file, sources)
-                n_known += 1
+        with closing(self._headers(files)) as headers:
+            for file, shard, text in headers:
+                with self._checks:
+                    sources = parse_header(shard, text, self._checks)
+                    if names is not None:
+                        _compare(file, names.pop(file), sources, lost, extra)
+                    self._add(file, sources)
+                    n_known += 1
         self.is_complete = n_known == len(files)
         with self._checks:
             if lost or extra:
                 raise _disagreement(index, lost, extra)
 
-    def _headers(self, files: Iterable[str]) -> Iterator[tuple[str, Shard, bytes]]:
-        """Open shards and read their headers, a few at a time where waiting is most of it."""
-        remaining = iter(files)
-        with ThreadPoolExecutor(self._store.n_parallel) as pool:
-            while batch := list(islice(remaining, self._store.n_parallel)):
-                pending = []
-                for file in batch:
-                    with self._checks:
-                        shard = self._store.open(file)
-                        self.shards.append(shard)
-                        pending.append((file, shard, pool.submit(read_header, shard)))
-                for file, shard, future in pending:
-                    text = None
-                    with self._checks:
-                        text = future.result()
-                    if text is not None:
-                        yield file, shard, text
+    def _headers(self, files: Iterable[str]) -> Generator[tuple[str, Shard, bytes], None, None]:
+        """Open shards and read their headers, several at a time where waiting is most of it."""
+        read = in_order(self._opened(files), _try_header, threads=self._store.n_parallel, memory=lambda _: 0)
+        with closing(read):
+            for (file, shard), text in read:
+                with self._checks:
+                    if isinstance(text, ConversionError):
+                        raise text
+                if isinstance(text, bytes):
+                    yield file, shard, text
+
+    def _opened(self, files: Iterable[str]) -> Iterator[tuple[str, Shard]]:
+        for file in files:
+            if self._checks.passes(self._open, file):
+                yield file, self.shards[-1]
+
+    def _open(self, file: str) -> None:
+        self.shards.append(self._store.open(file))
 
     def _add(self, file: str, sources: list[Source]) -> None:
         for source in sources:
@@ -149,6 +151,13 @@ class Checkpoint:
                 other = self.tensors[source.name].shard.name
                 raise ConversionError(f"{self.folder}: tensor {source.name} is in {other} and in {file}")
             self.tensors[source.name] = source
+
+
+def _try_header(opened: tuple[str, Shard]) -> bytes | ConversionError:
+    try:
+        return read_header(opened[1])
+    except ConversionError as error:
+        return error
 
 
 def _note_left_out(files: set[str], why: str) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from gguf_ext import GGUFError
@@ -206,7 +210,8 @@ def cli_main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 def reported(work: Callable[[Progress | None], int], verbose: bool) -> int:
     """Run `work`, whose progress is shown if standard error is a terminal, with log lines on standard error; the exit
-    status: that of `work`, 1 after an error, which is printed, 130 when interrupted."""
+    status: that of `work`, 1 after an error, which is printed, 130 when interrupted. Interrupted twice, the process
+    ends at once, as if it was killed."""
     bar = _Progress() if sys.stderr.isatty() else None
     handler = _Handler(bar)
     handler.setFormatter(_Formatter())
@@ -215,7 +220,8 @@ def reported(work: Callable[[Progress | None], int], verbose: bool) -> int:
         log.addHandler(handler)
         log.setLevel(logging.DEBUG if verbose else logging.INFO)
     try:
-        return work(bar)
+        with _second_interrupt_kills():
+            return work(bar)
     except (ConversionError, GGUFError, OSError) as error:
         return _fail(bar, f"error: {error}", 1)
     except KeyboardInterrupt:
@@ -223,6 +229,26 @@ def reported(work: Callable[[Progress | None], int], verbose: bool) -> int:
     finally:
         for log in logs:
             log.removeHandler(handler)
+
+
+@contextmanager
+def _second_interrupt_kills() -> Iterator[None]:
+    """The first Ctrl-C ends a conversion in order: pieces that are being made are finished, and a slow disk or network
+    may take its time. Whoever does not want to wait for that presses it again, which a journal survives."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # nobody can press it, or the caller has a way of its own
+        return
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def say_written(paths: Iterable[Path], *, dry_run: bool, quiet: bool = False) -> None:

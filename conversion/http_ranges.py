@@ -21,6 +21,8 @@ from urllib.parse import urljoin, urlsplit
 import requests
 import urllib3
 
+from gguf_ext import pipeline
+
 from .errors import ConversionError
 
 log = logging.getLogger("conversion")
@@ -90,7 +92,7 @@ class Http:
 
     def __init__(self, endpoint: str, token: str | None, patience: Patience = Patience()) -> None:  # noqa: B008
         self.endpoint, self.patience = endpoint, patience
-        self.sleep: Callable[[float], object] = time.sleep
+        self.sleep: Callable[[float], object] = pipeline.wait  # an interruption does not wait for a server
         self._token = token
         self._local = threading.local()
         self._sessions: list[requests.Session] = []
@@ -321,7 +323,8 @@ class RemoteFile:
 
 
 def _body(response: requests.Response, limit: int) -> Iterator[bytes]:
-    """Up to `limit` bytes in chunks; ends early where the connection does."""
+    """Up to `limit` bytes in chunks; ends early where the connection does. Within a job that is not wanted any more it
+    raises `pipeline.Stopped`."""
     raw = response.raw
     raw.enforce_content_length = False  # else the last bytes before an end would be thrown away with an error
     while limit > 0:
@@ -333,6 +336,7 @@ def _body(response: requests.Response, limit: int) -> Iterator[bytes]:
             return
         limit -= len(chunk)
         yield chunk
+        pipeline.wait(0)
 
 
 def _drain(response: requests.Response) -> None:

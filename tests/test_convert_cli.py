@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -142,6 +143,28 @@ def test_cli_interrupted(
     assert conversion.cli_main([str(tiny_checkpoint("k3")), "--outfile", str(tmp_path / "x.gguf")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cli_interrupted_twice_does_not_wait(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A piece that takes for ever, a disk or network that has gone: the first Ctrl-C waits for it."""
+    code = """
+        import os, signal, sys, time
+        import conversion, conversion.folds
+        def stuck(*_):
+            time.sleep(0.5)  # until all threads have started
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(100)
+            print("waited", flush=True)
+        conversion.folds.packed.repack_rows = stuck
+        sys.exit(conversion.cli_main(sys.argv[1:]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tiny_checkpoint("k3")), "--threads", "1", "--outfile"]
+    result = subprocess.run([*command, str(tmp_path / "x.gguf")], capture_output=True, text=True)
+    assert result.returncode == -signal.SIGINT
+    assert "waited" not in result.stdout and "Traceback" not in result.stderr
+    assert not (tmp_path / "x.gguf").exists()
 
 
 def test_progress_only_on_a_terminal(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

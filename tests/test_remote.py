@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,31 @@ def test_an_interrupted_remote_conversion_is_continued(
     hub.faults = lambda request: None
     assert remote().read_bytes() == expected
     assert [entry.name for entry in Path().iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("phase", ["headers", "payloads"])
+@pytest.mark.parametrize("fault", [Fault(status=429, headers={"Retry-After": "40"}), Fault(drop_after=0)])
+def test_an_interruption_does_not_wait_for_the_server(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, phase: str, fault: Fault
+) -> None:
+    """Ctrl-C while all threads wait for another try: none of them makes it."""
+    monkeypatch.setattr("conversion.remote.Patience", lambda: Patience(attempts=4, first_wait=40))
+    many_requests(monkeypatch)
+    seen: list[Request] = []
+
+    def faults(request: Request) -> Fault | None:
+        is_late = phase == "headers" or request.n_before > 20
+        if not request.path.endswith(".safetensors") or not is_late:
+            return None
+        seen.append(request)
+        if len(seen) == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return fault
+
+    hub.faults = faults
+    with pytest.raises(KeyboardInterrupt):
+        remote()
+    assert seen and all(request.number == 0 for request in seen)
 
 
 def test_connections_are_kept_open(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

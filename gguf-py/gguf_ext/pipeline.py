@@ -7,6 +7,8 @@ checksums, writing) releases the interpreter's lock.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +18,25 @@ _J = TypeVar("_J")
 _R = TypeVar("_R")
 
 MEMORY = 128 << 20  # bytes that jobs may hold together
+
+_of_thread = threading.local()  # `stop` of a thread that does jobs: set when nobody wants their results any more
+
+
+class Stopped(Exception):
+    """A job that was waiting was told to stop; whoever told it does not see this."""
+
+
+def wait(seconds: float) -> None:
+    """Sleep; within a job no longer than its result is wanted. Long jobs may ask with 0 seconds.
+
+    Raises:
+        Stopped: the job's result is not wanted any more.
+    """
+    stop: threading.Event | None = getattr(_of_thread, "stop", None)
+    if stop is None:
+        time.sleep(seconds)
+    elif stop.wait(seconds):
+        raise Stopped
 
 
 def default_threads() -> int:
@@ -35,12 +56,14 @@ def in_order(
 
     Jobs that are begun and not yet yielded hold `limit` bytes at most by `memory(job)`, a single larger one apart.
     `jobs` is only advanced as far as that. The first failure in the order of jobs is raised, however the threads are
-    scheduled. When this returns, raises or is closed, no job is running any more: whoever may leave it early closes it.
+    scheduled. When this returns, raises or is closed, no job is running any more (one that is in `wait` ends at once):
+    whoever may leave it early closes it.
     """
     jobs = iter(jobs)
     window: deque[tuple[_J, Future[_R], int]] = deque()
     held = 0
-    with ThreadPoolExecutor(threads, "piece") as pool:
+    stop = threading.Event()
+    with ThreadPoolExecutor(threads, "piece", setattr, (_of_thread, "stop", stop)) as pool:
         try:
             waiting = next(jobs, None)
             while waiting is not None or window:
@@ -56,5 +79,6 @@ def in_order(
                 yield job, future.result()
                 held -= cost
         finally:
+            stop.set()
             for _, future, _ in window:
                 future.cancel()
