@@ -173,8 +173,8 @@ def golden_cases() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["file"])
 def test_golden_pictures(golden: Path, case: dict[str, Any]) -> None:
-    """Those that are not resampled byte for byte, the others within a level or two: other versions of the imaging
-    library round between the two directions of a resampling in another order."""
+    """Those that are not resampled byte for byte, the others within a level: other versions of the imaging library may
+    round between the two directions of a resampling in another order."""
     limits = ImageLimits(case["in_patch_limit"], case["patch_limit_on_one_side"])
     found = preprocess(golden / "images" / case["file"], limits)
     assert [1, *found.grid] == case["grid_thw"] and found.n_tokens == case["tokens"]
@@ -182,7 +182,7 @@ def test_golden_pictures(golden: Path, case: dict[str, Any]) -> None:
     with np.load(golden / "images" / "patches_u8.npz") as arrays:
         wanted = arrays[case["file"].removesuffix(".png")]
     size = target_size(case["width"], case["height"], limits)
-    tolerance = 0 if (size.width, size.height) == (case["width"], case["height"]) else 2
+    tolerance = 0 if (size.width, size.height) == (case["width"], case["height"]) else 1
     assert np.abs(as_bytes(found.pixels).astype(int) - wanted).max() <= tolerance
     if tolerance == 0:
         np.testing.assert_allclose(found.pixels, definition.normalise(wanted), rtol=0, atol=1e-7)
