@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,13 +58,19 @@ def to_checkpoint(model: Kimi) -> dict[str, Tensor]:
     return {k: v.clone().contiguous() for k, v in out.items()}
 
 
-def from_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Kimi:
-    """The torch model of a checkpoint folder, experts decoded."""
-    cfg = json.loads((folder / "config.json").read_text())["text_config"]
+def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint folder whose names are wanted."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(index.values())):
-        tensors.update(load_file(folder / shard))
+    for shard in sorted({shard for name, shard in index.items() if wanted(name)}):
+        tensors.update({name: value for name, value in load_file(folder / shard).items() if wanted(name)})
+    return tensors
+
+
+def from_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Kimi:
+    """The torch text model of a checkpoint folder, experts decoded."""
+    cfg = json.loads((folder / "config.json").read_text())["text_config"]
+    tensors = read_tensors(folder, lambda name: name.startswith(PREFIX))
     model = Kimi(cfg).to(dtype)
     state = {}
     for name, value in model.state_dict().items():
@@ -127,7 +134,7 @@ def _tokenizer_config() -> dict[str, object]:
     }
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -145,12 +152,12 @@ def write_checkpoint(model: Kimi, vocabulary: Path, folder: Path) -> None:
         weight_map.update(dict.fromkeys(shard, name))
     size = sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / "model.safetensors.index.json", index)
     config = hf_config()
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", ids)
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config())
+    write_json(folder / "generation_config.json", ids)
+    write_json(folder / "tokenizer_config.json", _tokenizer_config())
     shutil.copyfile(vocabulary, folder / "tiktoken.model")
 
 

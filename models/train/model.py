@@ -384,8 +384,11 @@ class Kimi(nn.Module):
     ) -> tuple[Tensor, list[LayerCache]]:
         """Final hidden rows ``[N, D]`` of ``ids [N]`` and what each layer carries on. ``caches`` of one sequence serve
         every sequence of the batch: that is how a common prefix is computed once."""
+        return self.run(F.embedding(ids, self.embed_tokens), layout, caches)
+
+    def run(self, x: Tensor, layout: Layout, caches: list[LayerCache] | None = None) -> tuple[Tensor, list[LayerCache]]:
+        """The same from rows ``x [N, D]``: token embeddings, or what stands in their place."""
         eps, block = self.cfg["rms_norm_eps"], self.cfg["attn_res_block_size"]
-        x = F.embedding(ids, self.embed_tokens)
         bank: list[tuple[Tensor, Tensor]] = []
         carried = []
         for i, layer in enumerate(self.layers):
