@@ -46,6 +46,7 @@ class Engine:
         self.info = info
         self.n_vocab = int(info.n_vocab)
         self.sessions: list[Session] = []
+        self.towers: list[Tower] = []
 
     def session(self) -> Session:
         return Session(self)
@@ -78,6 +79,8 @@ class Engine:
         if self.model is not None:
             for session in list(self.sessions):
                 session.free()
+            for tower in list(self.towers):
+                tower.close()
             native.check(self.lib.delta_model_close(self.model))
             self.model = None
 
@@ -120,6 +123,23 @@ class Session:
         result.size = self.ffi.sizeof("delta_sync_result")
         null = self.ffi.NULL
         native.check(self.lib.delta_session_sync(self.handle, list(map(int, tokens)), len(tokens), null, null, result))
+        return {name: int(getattr(result, name)) for name in ("n_reused", "n_computed", "n_replayed")}
+
+    def sync_pieces(self, pieces: Sequence[Sequence[int] | tuple[np.ndarray, int]]) -> dict[str, int]:
+        """Tokens, or feature rows [n, n_embd] and their digest."""
+        result = self.ffi.new("delta_sync_result *")
+        result.size = self.ffi.sizeof("delta_sync_result")
+        array, keep = self.ffi.new("delta_piece[]", len(pieces)), []
+        for item, piece in zip(array, pieces, strict=True):
+            if isinstance(piece, tuple):
+                rows = np.ascontiguousarray(piece[0], np.float32)
+                keep.append(self.ffi.from_buffer("float[]", rows))
+                item.features, item.digest, item.n = keep[-1], piece[1], len(rows)
+            else:
+                keep.append(self.ffi.new("int32_t[]", list(map(int, piece))))
+                item.tokens, item.n = keep[-1], len(piece)
+        null = self.ffi.NULL
+        native.check(self.lib.delta_session_sync_pieces(self.handle, array, len(pieces), null, null, result))
         return {name: int(getattr(result, name)) for name in ("n_reused", "n_computed", "n_replayed")}
 
     def truncate(self, length: int) -> None:
@@ -211,3 +231,40 @@ def _stats(ffi: Any, function: Any, handle: Any) -> dict[str, int]:
     stats.size = ffi.sizeof("delta_stats")
     native.check(function(handle, stats))
     return {name: int(getattr(stats, name)) for name, _ in ffi.typeof("delta_stats").fields if name != "size"}
+
+
+class Tower:
+    """A vision tower beside a model."""
+
+    def __init__(self, engine: Engine, path: Path, max_patches: int = 0) -> None:
+        self.engine, self.ffi, self.lib, self.path = engine, engine.ffi, engine.lib, path
+        params, out = self.ffi.new("delta_vision_params *"), self.ffi.new("delta_vision **")
+        self.lib.delta_vision_params_init(params)
+        params.max_patches = max_patches
+        native.check(self.lib.delta_vision_open(str(path).encode(), engine.model, params, out))
+        self.handle = out[0]
+        engine.towers.append(self)
+
+    @property
+    def info(self) -> Any:
+        info = self.ffi.new("delta_vision_info *")
+        info.size = self.ffi.sizeof("delta_vision_info")
+        native.check(self.lib.delta_vision_info_get(self.handle, info))
+        return info
+
+    def encode(self, pixels: np.ndarray, grid: tuple[int, int, int], progress: Any = None) -> np.ndarray:
+        """Feature rows [n, projection_dim] of patches [frames * rows * columns, 3, side, side]."""
+        info = self.info
+        pixels = np.ascontiguousarray(pixels, np.float32)
+        features = np.full((grid[1] * grid[2] // info.merge**2, info.projection_dim), np.nan, np.float32)
+        source, target = self.ffi.from_buffer("float[]", pixels), self.ffi.from_buffer("float[]", features)
+        report = self.ffi.NULL if progress is None else progress
+        null = self.ffi.NULL
+        native.check(
+            self.lib.delta_vision_encode(self.handle, source, *grid, target, features.size, report, null)
+        )  # fmt: skip
+        return features
+
+    def close(self) -> None:
+        native.check(self.lib.delta_vision_close(self.handle))
+        self.engine.towers.remove(self)

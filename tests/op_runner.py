@@ -108,11 +108,15 @@ def run(
     output_rows: list[int] | None = None,
     state: State | None = None,
     sequences: list[Sequence] | None = None,
+    image: tuple[int, int, int] | None = None,
+    pixels: np.ndarray | None = None,
+    features: np.ndarray | None = None,
 ) -> np.ndarray:
     """Runs `op` and returns its output [rows, out_cols], float64; `state` is updated in place.
 
     `device` "ref" and "cpu" compute in float64; "cpu-float" is the cpu device with float32 between its ops, and with
-    rounded inputs of products with integer weights (`activations` "fine").
+    rounded inputs of products with integer weights (`activations` "fine"). `image`: frames, rows and columns of the
+    patches that ops of a vision tower have as rows. `features`: rows that tokens -1, -2, ... stand for.
     """
     if device == "cpu-float":
         device, activations = "cpu", "fine"
@@ -144,6 +148,12 @@ def run(
         case.inputs[i], case.input_cols[i] = pointer(array, "double *"), array.shape[1]
     if tokens is not None:
         case.tokens = pointer(np.ascontiguousarray(tokens, np.int32), "int32_t *")
+    if image is not None:
+        case.image = list(image)
+    if pixels is not None:
+        case.pixels = pointer(np.ascontiguousarray(pixels, np.float32), "float *")
+    if features is not None:
+        case.features = pointer(np.ascontiguousarray(features, np.float32), "float *")
     picked = np.asarray(output_rows if output_rows is not None else [], np.int32)
     case.output_rows, case.n_output_rows = pointer(picked, "int32_t *"), len(picked)
     if state is not None:
@@ -157,7 +167,10 @@ def run(
         default = [Sequence(0, 0, rows, 0)]
         seqs = np.array([[s.slot, s.first_row, s.n_rows, s.position] for s in sequences or default], np.int32)
         case.seqs, case.n_seqs = pointer(seqs, "int32_t *"), len(seqs)
-    out = np.full((len(picked) if op == "pick_rows" else rows, max(out_cols, 1)), np.nan)
+    n_out = len(picked) if op == "pick_rows" else rows
+    if op == "merge_squares" and image is not None and params is not None:
+        n_out = image[1] * image[2] // int(params[0]) ** 2
+    out = np.full((n_out, max(out_cols, 1)), np.nan)
     case.out = pointer(out, "double *")
     native.check(lib.delta_test_op(case))
     if state is not None and widened:

@@ -159,6 +159,9 @@ class Calls:
         ("delta_session_sync", 3),
         ("delta_session_sync", 4),
         ("delta_session_sync", 5),
+        ("delta_session_sync_pieces", 3),
+        ("delta_session_sync_pieces", 4),
+        ("delta_session_sync_pieces", 5),
         ("delta_quantize_rows", 6),
         ("delta_quantize_rows", 8),
         ("delta_repack_mxfp4", 6),
@@ -178,6 +181,7 @@ class Calls:
         lib.delta_sampling_params_init(self.sampling)
         self.tokens = ffi.new("int32_t[]", [4, 5])
         self.item = ffi.new("delta_batch_item *", [self.session.handle, self.tokens, 2, lib.DELTA_LOGITS_LAST])
+        self.piece = ffi.new("delta_piece *", {"tokens": self.tokens, "n": 2})
         self.floats = ffi.new("float[]", 64)
         self.bytes = ffi.new("char[]", 256)
         self.octets = ffi.new("uint8_t[]", 64)
@@ -202,6 +206,7 @@ class Calls:
             "delta_session_create": [model, ffi.new("delta_session **")],
             "delta_session_free": [session],
             "delta_session_sync": [session, tokens, 2, ffi.NULL, ffi.NULL, sized("delta_sync_result")],
+            "delta_session_sync_pieces": [session, self.piece, 1, ffi.NULL, ffi.NULL, sized("delta_sync_result")],
             "delta_session_eval": [session, tokens, 2, lib.DELTA_LOGITS_LAST],
             "delta_eval_batch": [model, self.item, 1],
             "delta_session_tokens": [session, tokens, 2, size],
@@ -228,7 +233,12 @@ CREATES_OR_FREES = {
     "delta_session_fork",
     "delta_session_free",
 }
-STATUS_FUNCTIONS = [name for name in FUNCTIONS if ffi.typeof(getattr(lib, name)).result is ffi.typeof("delta_status")]
+# Those of vision towers need a model that has one: test_vision_engine.py.
+STATUS_FUNCTIONS = [
+    name
+    for name in FUNCTIONS
+    if ffi.typeof(getattr(lib, name)).result is ffi.typeof("delta_status") and not name.startswith("delta_vision_")
+]
 
 
 @pytest.mark.parametrize("name", STATUS_FUNCTIONS)
@@ -269,6 +279,7 @@ def test_null_handles_of_functions_without_a_status() -> None:
     lib.delta_model_cancel(ffi.NULL)
     native.check(lib.delta_model_close(ffi.NULL))
     native.check(lib.delta_session_free(ffi.NULL))
+    native.check(lib.delta_vision_close(ffi.NULL))
 
 
 @pytest.mark.parametrize("change", [-4, 4, None])
@@ -286,6 +297,7 @@ def test_null_handles_of_functions_without_a_status() -> None:
         ("delta_model_profile_get", 2, "delta_op_profile"),
         ("delta_session_stats", 1, "delta_stats"),
         ("delta_session_sync", 5, "delta_sync_result"),
+        ("delta_session_sync_pieces", 5, "delta_sync_result"),
         ("delta_session_sample", 1, "delta_sampling_params"),
     ],
 )

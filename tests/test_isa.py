@@ -19,6 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES
 import native
 import reference as ref
 from op_runner import F32, Type, Weight, nmse, run
+from reference import vision
 
 if not native.has_test_api():
     pytest.skip("the library was built without its test interface", allow_module_level=True)
@@ -584,3 +585,35 @@ def test_isa_objects_share_nothing() -> None:
         shared = [f"{kind} {name}" for kind, name in symbols if kind not in local and not sanitizer.match(name)]
         assert [s for s in shared if not ours.fullmatch(s)] == [], path.name
         assert len(shared) > 0, path.name
+
+
+@pytest.mark.parametrize("n,d", [(6, 1), (12, 4), (6, 20), (18, 72), (96, 128), (6, 131)])
+@pytest.mark.parametrize("n_keys", [1, 5, 64, 75, 150])
+@pytest.mark.parametrize("scale", [0.1, 5.0])
+def test_image_attend(isa: str, rng: np.random.Generator, n: int, d: int, n_keys: int, scale: float) -> None:
+    """Keys in blocks, as columns; what lies beyond the last key of a block is finite, and has no influence."""
+    keys, values, queries = normal(rng, n_keys, d), normal(rng, n_keys, d), normal(rng, n, d)
+    pad = (d + LANES - 1) // LANES * LANES
+    state = running(n, pad)
+    for first in range(0, n_keys, KEY_BLOCK):
+        block = slice(first, first + KEY_BLOCK)
+        columns = np.full((d, KEY_BLOCK), 1e3, np.float32)
+        columns[:, : len(keys[block])] = keys[block].T
+        inputs = [columns, padded(values[block], pad), queries]
+        state = call(isa, "image_attend", inputs, state, [len(keys[block]), n, d], (scale,))
+    y, _, total = state
+    s = wide(queries) @ wide(keys).T * float(np.float32(scale))
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    expected = p / p.sum(axis=1, keepdims=True) @ wide(values)
+    error = (3e-7 * float(np.abs(s).max())) ** 2
+    assert off(y[:, :d] / total[:, None], expected, np.abs(values).mean()) < BOUND + error
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_gelu_tanh(isa: str, rng: np.random.Generator, n: int) -> None:
+    x = normal(rng, n, scale=3)
+    assert nmse(row(isa, "gelu_tanh", [x], n), vision.gelu_tanh(wide(x))) < BOUND
+    ends = np.array([-np.inf, -1e30, -100, -0.0, 0, 100, 1e30, np.inf, np.nan], np.float32)
+    found = row(isa, "gelu_tanh", [ends], len(ends))
+    assert np.array_equal(found[1:8], [0, 0, 0, 0, 100, np.float32(1e30), np.inf])
+    assert np.isnan(found[8])

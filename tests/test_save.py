@@ -83,15 +83,15 @@ def test_a_damaged_file_is_refused(
             with Fails(status, str(file), *words):
                 session.load(file)
 
-        for n in (0, 1, 87, 88, 100, len(good) - 1):
-            refused(good[:n], "FORMAT", "expected" if n >= 88 else f"it has {n} bytes")
+        for n in (0, 1, 95, 96, 108, len(good) - 1):
+            refused(good[:n], "FORMAT", "expected" if n >= 96 else f"it has {n} bytes")
         refused(good + b"\0", "FORMAT", f"expected {len(good)}, found {len(good) + 1}")
         refused(b"GGUF" + good[4:], "FORMAT", "DELTASES")
         # Anywhere behind the header a wrong bit is found by the checksum alone.
-        for at in [88, 88 + 4 * 29, len(good) - 1, *rng.integers(88, len(good), 20)]:
+        for at in [96, 96 + 4 * 29, len(good) - 1, *rng.integers(96, len(good), 20)]:
             refused(good[:at] + bytes([good[at] ^ 1 << int(at) % 8]) + good[at + 1 :], "FORMAT", "checksum")
         # And in the header by what it says.
-        refused(good[:8] + struct.pack("<I", 2) + good[12:], "UNSUPPORTED", "version", "expected 1, found 2")
+        refused(good[:8] + struct.pack("<I", 1) + good[12:], "UNSUPPORTED", "version", "expected 2, found 1")
         refused(good[:16] + b"\0" * 8 + good[24:], "UNSUPPORTED", "another model", "fingerprint")
         refused(good[:56] + struct.pack("<Q", 31) + good[64:], "FORMAT", "bytes of the file")
         refused(good[:56] + struct.pack("<Q", 2**63) + good[64:], "CONTEXT_FULL")
@@ -102,6 +102,7 @@ def test_a_damaged_file_is_refused(
         refused(good[:80] + struct.pack("<I", 12345) + good[84:], "FORMAT", "found 12345")
         refused(good[:84] + struct.pack("<I", 0) + good[88:], "UNSUPPORTED", "state in float32", "computes in float64")
         refused(good[:84] + struct.pack("<I", 9) + good[88:], "UNSUPPORTED", "an unknown type")
+        refused(good[:88] + struct.pack("<Q", 31) + good[96:], "FORMAT", "31 runs of features among 30 positions")
         with Fails("IO", "No such file"):
             session.load(file.with_name("absent"))
         with Fails("IO", "not a regular file"):

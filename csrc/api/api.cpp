@@ -147,6 +147,9 @@ delta_status delta_model_close(delta_model* model) {
             if (model->slots.n_used() > 0) {
                 throw Error(DELTA_STATE, format("the model still has sessions: %d; free them first", model->slots.n_used()));
             }
+            if (model->n_visions > 0) {
+                throw Error(DELTA_STATE, format("the model still has vision towers: %d; close them first", model->n_visions));
+            }
         }
         delete model;
     });
@@ -240,6 +243,24 @@ delta_status delta_session_sync(delta_session* session, const int32_t* tokens, s
         const std::span<const int32_t> wanted = token_span(tokens, n_tokens);
         const Computing computing(*session);
         const delta_sync_result counts = session->session->sync(wanted, {progress, user});
+        if (result != nullptr) {
+            *result = counts;
+        }
+    });
+}
+
+delta_status delta_session_sync_pieces(delta_session* session, const delta_piece* pieces, size_t n_pieces, delta_progress_fn progress,
+                                       void* user, delta_sync_result* result) {
+    return guard([&] {
+        require(session, "session");
+        if (n_pieces > 0) {
+            require(pieces, "pieces");
+        }
+        if (result != nullptr) {
+            require_size(result->size, sizeof *result, "delta_sync_result");
+        }
+        const Computing computing(*session);
+        const delta_sync_result counts = session->session->sync(std::span(pieces, n_pieces), {progress, user});
         if (result != nullptr) {
             *result = counts;
         }

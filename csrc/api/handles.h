@@ -2,6 +2,7 @@
 // computation of a model run at a time.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "base/error.h"
 #include "include/deltallama.h"
 #include "runtime/session.h"
+#include "runtime/vision.h"
 
 struct delta_model : delta::SessionPool {
     using SessionPool::SessionPool;
@@ -17,6 +19,12 @@ struct delta_model : delta::SessionPool {
 struct delta_session {
     delta_model* model;
     std::unique_ptr<delta::Session> session;
+};
+
+struct delta_vision {
+    delta_model* model;
+    std::unique_ptr<delta::Vision> vision;
+    std::atomic<bool> computing{false};
 };
 
 namespace delta {

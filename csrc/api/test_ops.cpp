@@ -38,7 +38,7 @@ struct OpTest {
         Recorder rec(graph);
         for (int i = 0; i < kMaxInputs; ++i) {
             if (t.inputs[i] != nullptr) {
-                in[i] = rec.bank(t.input_cols[i], 1);
+                in[i] = rec.bank(t.input_cols[i], 1, t.image[0] > 0 ? RowKind::Patches : RowKind::Tokens);
             }
         }
         for (int i = 0; i < kMaxWeights; ++i) {
@@ -107,10 +107,22 @@ struct OpTest {
             rec.bank_mix(in[0], i32(0), in[1], *w[0], f32(1));
         } else if (op == "pick_rows") {
             rec.pick_rows(in[0]);
+        } else if (op == "pixels") {
+            rec.pixels(t.out_cols);
+        } else if (op == "grid_position") {
+            rec.grid_position(in[0], *w[0], GridParams{i32(0), i32(1)});
+        } else if (op == "grid_rope") {
+            rec.grid_rope(in[0], ImageAttentionParams{i32(0), i32(1), p[2]});
+        } else if (op == "image_attention") {
+            rec.image_attention(in[0], ImageAttentionParams{i32(0), i32(1), p[2]});
+        } else if (op == "gelu") {
+            rec.gelu(in[0], GeluParams{i32(0) == 0 ? GeluParams::Erf : GeluParams::Tanh});
+        } else if (op == "merge_squares") {
+            rec.merge_squares(in[0], i32(0));
         } else {
             throw Error(DELTA_ARG, "unknown op " + op);
         }
-        graph.logits = graph.ops[0].out.id >= 0 ? graph.ops[0].out : in[0];
+        graph.result = graph.ops[0].out.id >= 0 ? graph.ops[0].out : in[0];
         backend->check_op(graph.ops[0]);
     }
 
@@ -137,7 +149,15 @@ struct OpTest {
             const int32_t* s = t.seqs + 4 * i;
             seqs.push_back({s[0], s[1], s[2], s[3]});
         }
+        std::vector<const float*> features;
+        for (int32_t i = 0; t.features != nullptr && i < t.n_rows; ++i) {
+            features.push_back(t.features + int64_t{i} * t.out_cols);
+        }
         Step step;
+        step.features = features;
+        step.image = {t.image[0], t.image[1], t.image[2]};
+        step.pixels = t.pixels;
+        step.square = op.kind == OpKind::MergeSquares ? op.get<MergeParams>().side : 1;
         step.tokens = {t.tokens != nullptr ? t.tokens : zeros.data(), static_cast<size_t>(t.n_rows)};
         step.seqs = seqs;
         step.output_rows = {t.output_rows, static_cast<size_t>(t.n_output_rows)};
@@ -156,7 +176,8 @@ struct OpTest {
         step.state = {&layout, reinterpret_cast<uint8_t*>(recurrent.data()), static_cast<uint8_t*>(t.latent)};
 
         // One row more than the step has: what lies behind a matrix must stay NaN.
-        const ArenaPlan plan = plan_arena(graph, layout.value_type, t.n_rows + 1, t.n_output_rows + 1);
+        const int32_t n_results = op.kind == OpKind::MergeSquares ? step.n_rows(RowKind::Squares) : t.n_output_rows;
+        const ArenaPlan plan = plan_arena(graph, layout.value_type, t.n_rows + 1, n_results + 1);
         std::vector<T> arena(plan.bytes / sizeof(T), kNan);
         const auto at = [&](const Value& v) { return arena.data() + plan.offset[static_cast<size_t>(v.id)] / sizeof(T); };
         const auto n_values = [&](int i) { return int64_t{t.n_rows} * in[i].cols; };

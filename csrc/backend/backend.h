@@ -38,6 +38,7 @@ struct RunOptions {
     bool poison = false;             // fill every output with NaN before its op
     const Observer* observer = nullptr;
     std::vector<OpCost>* costs = nullptr;  // one per op of the graph: is added to
+    const std::function<bool(size_t index)>* proceed = nullptr;  // asked before each op; false ends the run there
 };
 
 struct BackendOptions {

@@ -63,6 +63,9 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
         fill_nan(arena, plan.bytes / value_bytes(type), type);
     }
     for (size_t index = 0; index < graph.ops.size(); ++index) {
+        if (options.proceed != nullptr && !(*options.proceed)(index)) {
+            return;
+        }
         const Op& op = graph.ops[index];
         OpCall call;
         call.op = &op;
@@ -75,7 +78,7 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
         call.out = at(op.out);
         call.workspace = workspace;
         const size_t n_out = static_cast<size_t>(call.n_rows) * static_cast<size_t>(op.out.cols);
-        if (options.poison && op.out.id >= 0 && op.kind != OpKind::BankPush) {
+        if (options.poison && op.out.id >= 0 && !is_in_place(op.kind)) {
             fill_nan(call.out, n_out, type);
         }
         if (call.n_rows > 0 && options.costs == nullptr) {

@@ -33,7 +33,8 @@ uint64_t n_matrices(const OpCall& call, const Weight& w, ValueType type) {
 
 uint64_t weight_bytes_read(const OpCall& call, ValueType type) {
     if (call.op->kind == OpKind::Embed) {
-        return static_cast<uint64_t>(call.n_rows) * call.op->w[0]->row_bytes();
+        const auto n_tokens = std::count_if(call.step->tokens.begin(), call.step->tokens.end(), [](int32_t t) { return !is_feature(t); });
+        return static_cast<uint64_t>(n_tokens) * call.op->w[0]->row_bytes();
     }
     uint64_t n_bytes = 0;
     for (const Weight* w : call.op->w) {

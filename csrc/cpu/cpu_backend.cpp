@@ -64,7 +64,7 @@ CpuBackend::CpuBackend(const BackendOptions& options)
       n_threads_batch_(options.n_threads_batch == 0 ? n_threads_ : options.n_threads_batch) {}
 
 void CpuBackend::run_op(const OpCall& call) {
-    pool.use(call.step->tokens.size() > call.step->seqs.size() ? n_threads_batch_ : n_threads_);
+    pool.use(call.step->is_batch() ? n_threads_batch_ : n_threads_);
     if (exact()) {
         run_exactly(call);
         return;
@@ -89,6 +89,12 @@ void CpuBackend::run_op(const OpCall& call) {
         case OpKind::BankPush: return cpu_bank_push(*this, c);
         case OpKind::BankMix: return cpu_bank_mix(*this, c);
         case OpKind::PickRows: return cpu_pick_rows(*this, c);
+        case OpKind::Pixels: return cpu_pixels(*this, c);
+        case OpKind::GridPosition: return cpu_grid_position(*this, c);
+        case OpKind::GridRope: return cpu_grid_rope(*this, c);
+        case OpKind::ImageAttention: return cpu_image_attention(*this, c);
+        case OpKind::Gelu: return cpu_gelu(*this, c);
+        case OpKind::MergeSquares: return cpu_merge_squares(*this, c);
         case OpKind::Count: return;
     }
 }
@@ -148,6 +154,8 @@ size_t CpuBackend::workspace_bytes(const Op& op, int32_t n_batch) const {
         case OpKind::LatentAppend: return cpu_latent_append_workspace(*this, op);
         case OpKind::MlaAttention: return cpu_mla_attention_workspace(*this, op, n_batch);
         case OpKind::BankMix: return cpu_bank_mix_workspace(*this, op);
+        case OpKind::GridRope: return cpu_grid_rope_workspace(op, n_batch);
+        case OpKind::ImageAttention: return cpu_image_attention_workspace(*this, op, n_batch);
         default: return 0;
     }
 }

@@ -12,7 +12,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 16));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 18));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;
@@ -116,6 +116,26 @@ void call_attend_merge(const CpuKernels& k, const delta_test_kernel_call& c) {
     k.attend_merge({y.data(), &best, &sum}, static_cast<int32_t>(c.sizes[0]), into);
 }
 
+// inputs: keys [d, kKeyBlock], values [n_keys, pad], queries [n_queries, d]; outputs: y [n_queries, pad], best [n_queries], sum [n_queries],
+// read and written; sizes: n_keys, n_queries, d; params: scale.
+void call_image_attend(const CpuKernels& k, const delta_test_kernel_call& c) {
+    std::vector<float> scores(static_cast<size_t>(c.sizes[1]) * kKeyBlock, __builtin_nanf(""));
+    ImageAttendCall call;
+    call.keys = static_cast<const float*>(c.inputs[0]);
+    call.values = static_cast<const float*>(c.inputs[1]);
+    call.queries = static_cast<const float*>(c.inputs[2]);
+    call.y = static_cast<float*>(c.outputs[0]);
+    call.best = static_cast<float*>(c.outputs[1]);
+    call.sum = static_cast<float*>(c.outputs[2]);
+    call.scores = scores.data();
+    call.n_keys = static_cast<int32_t>(c.sizes[0]);
+    call.n_queries = static_cast<int32_t>(c.sizes[1]);
+    call.d = static_cast<int32_t>(c.sizes[2]);
+    call.pad = pad_to_lanes(call.d);
+    call.scale = c.params[0];
+    k.image_attend(call);
+}
+
 // inputs: w [n_w, w_stride bytes], x [n_x, x_stride bytes]; outputs: [n_x, n_w]; sizes: n_w, n_x, columns, w_stride, x_stride.
 void call_dot(const CpuKernels& k, const delta_test_kernel_call& c) {
     std::vector<const void*> x(static_cast<size_t>(c.sizes[1]));
@@ -156,6 +176,8 @@ void call_row(const CpuKernels& k, const std::string& name, const delta_test_ker
         k.silu_mul(a, b, n, y);
     } else if (name == "situ_mul") {
         k.situ_mul(a, b, n, c.params[0], c.params[1], y);
+    } else if (name == "gelu_tanh") {
+        k.gelu_tanh(a, n, y);
     } else if (name == "rms_norm") {
         k.rms_norm(a, b, n, c.params[0], y);
     } else if (name == "gated_norm") {
@@ -185,7 +207,7 @@ extern "C" const char* delta_test_isas(void) {
 
 extern "C" const char* delta_test_kernels(void) {
     return "dot wide_dot widen quantize add mul_sigmoid sigmoid silu_mul situ_mul rms_norm gated_norm rms_dot weighted_sum conv gate_softplus "
-           "gate_bounded kda_prepare kda_scan attend attend_merge";
+           "gate_bounded kda_prepare kda_scan attend attend_merge image_attend gelu_tanh";
 }
 
 extern "C" delta_status delta_test_kernel(const delta_test_kernel_call* call) {
@@ -201,6 +223,8 @@ extern "C" delta_status delta_test_kernel(const delta_test_kernel_call* call) {
             delta::call_attend(k, *call);
         } else if (name == "attend_merge") {
             delta::call_attend_merge(k, *call);
+        } else if (name == "image_attend") {
+            delta::call_image_attend(k, *call);
         } else if (name.rfind("kda_", 0) == 0) {
             delta::call_kda(k, name, *call);
         } else {

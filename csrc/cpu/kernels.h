@@ -26,6 +26,8 @@ constexpr int32_t kInputBlock = 32;   // values that share a scale
 constexpr int32_t kKdaChunk = 16;     // tokens per call of kda_scan
 constexpr int32_t kKeyBlock = 64;     // cached positions per call of attend
 constexpr int32_t kMaxQueries = 32;   // queries per call of attend
+constexpr int32_t kImageQueries = 96; // queries per call of image_attend
+constexpr int32_t kImageGroup = 6;    // of which that many are computed together
 
 // out[j][i] = <w_i, x_j> for n_w encoded rows, w_stride bytes apart, and n_x inputs of n columns. Every value is
 // summed in an order that depends on n alone: neither n_w nor n_x nor the neighbours change a bit of it.
@@ -82,6 +84,22 @@ struct AttendPart {
     float* sum;             // [1]
 };
 
+// A block of the keys of one head of an image met by a tile of queries; online softmax. `best` starts at -infinity, `sum` and `y` at 0.
+struct ImageAttendCall {
+    const float* keys;      // [d, kKeyBlock]: a column for each key; columns beyond the last key are finite
+    const float* values;    // [n_keys, pad]
+    const float* queries;   // [n_queries, d]
+    float* y;               // [n_queries, pad] unnormalised
+    float* best;            // [n_queries] largest score
+    float* sum;             // [n_queries] of the weights
+    float* scores;          // [n_queries, kKeyBlock] scratch
+    int32_t n_keys;         // at most kKeyBlock
+    int32_t n_queries;      // a multiple of kImageGroup, at most kImageQueries
+    int32_t d;
+    int32_t pad;            // pad_to_lanes(d)
+    float scale;
+};
+
 struct CpuKernels {
     const char* isa;
     int32_t width;   // float lanes
@@ -114,6 +132,8 @@ struct CpuKernels {
     void (*kda_scan)(const KdaCall& call);
     void (*attend[kFloatTypes])(const AttendCall& call);                                    // keys of the type
     void (*attend_merge)(const AttendPart& part, int32_t latent, const AttendPart& into);       // of keys that come after
+    void (*image_attend)(const ImageAttendCall& call);
+    void (*gelu_tanh)(const float* x, int64_t n, float* y);                                 // the approximation with a tanh
 };
 
 void kernels_init_generic(CpuKernels& kernels);

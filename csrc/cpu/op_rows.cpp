@@ -36,8 +36,14 @@ void each_row(CpuBackend& self, int64_t n_rows, int64_t cost, const F& f) {
 
 void cpu_embed(CpuBackend& self, const FloatCall& c) {
     const Weight& w = *c.op->w[0];
-    each_row(self, c.n_rows, w.cols,
-             [&](int64_t r) { w.type->to_float(w.row(0, c.step->tokens[static_cast<size_t>(r)]), c.out + r * w.cols, w.cols); });
+    each_row(self, c.n_rows, w.cols, [&](int64_t r) {
+        const int32_t token = c.step->tokens[static_cast<size_t>(r)];
+        if (is_feature(token)) {
+            std::memcpy(c.out + r * w.cols, c.step->features[static_cast<size_t>(feature_token(token))], static_cast<size_t>(w.cols) * sizeof(float));
+        } else {
+            w.type->to_float(w.row(0, token), c.out + r * w.cols, w.cols);
+        }
+    });
 }
 
 void cpu_rms_norm(CpuBackend& self, const FloatCall& c) {

@@ -35,4 +35,13 @@ size_t cpu_latent_append_workspace(const CpuBackend& self, const Op& op);
 void cpu_mla_attention(CpuBackend& self, const FloatCall& call);
 size_t cpu_mla_attention_workspace(const CpuBackend& self, const Op& op, int32_t n_rows);
 
+void cpu_pixels(CpuBackend& self, const FloatCall& call);
+void cpu_grid_position(CpuBackend& self, const FloatCall& call);
+void cpu_grid_rope(CpuBackend& self, const FloatCall& call);
+size_t cpu_grid_rope_workspace(const Op& op, int32_t n_rows);
+void cpu_image_attention(CpuBackend& self, const FloatCall& call);
+size_t cpu_image_attention_workspace(const CpuBackend& self, const Op& op, int32_t n_rows);
+void cpu_gelu(CpuBackend& self, const FloatCall& call);
+void cpu_merge_squares(CpuBackend& self, const FloatCall& call);
+
 }  // namespace delta

@@ -63,6 +63,7 @@ class GgufSet {
     bool boolean(std::string_view key) const;
     std::string_view string(std::string_view key) const;
     std::vector<int64_t> integers(std::string_view key) const;  // an array of integers; a scalar is an error
+    std::vector<double> reals(std::string_view key) const;      // an array of F32 or F64
     bool has(std::string_view key) const { return find(key) != nullptr; }
     // Calls `fn(index, text)` for each string of an array.
     void each_string(std::string_view key, const std::function<void(uint64_t, std::string_view)>& fn) const;

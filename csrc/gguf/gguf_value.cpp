@@ -132,6 +132,18 @@ double GgufSet::real(std::string_view key) const {
     return value.type == GgufType::F32 ? static_cast<double>(load<float>(value.data)) : load<double>(value.data);
 }
 
+std::vector<double> GgufSet::reals(std::string_view key) const {
+    const GgufValue& value = require(key, true, is_real, "an array of real numbers");
+    const size_t each = item_bytes(value.type);
+    std::vector<double> numbers;
+    numbers.reserve(value.count);
+    for (uint64_t i = 0; i < value.count; ++i) {
+        const uint8_t* at = value.data + i * each;
+        numbers.push_back(value.type == GgufType::F32 ? static_cast<double>(load<float>(at)) : load<double>(at));
+    }
+    return numbers;
+}
+
 bool GgufSet::boolean(std::string_view key) const { return *require(key, false, is_bool, "a boolean").data != 0; }
 
 std::string_view GgufSet::string(std::string_view key) const {

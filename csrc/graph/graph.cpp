@@ -50,8 +50,8 @@ Value Recorder::append(OpKind kind, const std::string& name, std::initializer_li
     size_t i = 0;
     for (const Value& v : in) {
         check(v.id >= 0 && v.id < static_cast<int32_t>(graph_.values.size()), kind, name, "reads a value that was never made");
-        // pick_rows is the only bridge from token rows to output rows.
-        check(kind == OpKind::PickRows || v.rows == rows, kind, name, "mixes token rows and output rows");
+        // Two ops lead from one kind of rows to another.
+        check(kind == OpKind::PickRows || kind == OpKind::MergeSquares || v.rows == rows, kind, name, "mixes rows of different kinds");
         op.in[i++] = v;
     }
     i = 0;
@@ -169,9 +169,9 @@ Value Recorder::moe_experts(Value z, Value route, const Weight& gate, const Weig
     return append(OpKind::MoeExperts, base_name(gate), {z, route}, {&gate, &up, &down}, z.rows, z.cols, params);
 }
 
-Value Recorder::bank(int32_t n_embd, int32_t n_slots) {
+Value Recorder::bank(int32_t n_embd, int32_t n_slots, RowKind rows) {
     check(int64_t{n_embd} * n_slots <= INT32_MAX, OpKind::BankPush, "bank", format("%d slots of %d are too wide", n_slots, n_embd));
-    const Value v{static_cast<int32_t>(graph_.values.size()), RowKind::Tokens, n_embd * n_slots};
+    const Value v{static_cast<int32_t>(graph_.values.size()), rows, n_embd * n_slots};
     graph_.values.push_back(v);
     return v;
 }
@@ -192,6 +192,42 @@ Value Recorder::bank_mix(Value bank, int32_t n_slots, Value x, const Weight& sco
 
 Value Recorder::pick_rows(Value x) {
     return append(OpKind::PickRows, "pick_rows", {x}, {}, RowKind::Outputs, x.cols, NoParams{});
+}
+
+void Recorder::append_in_place(OpKind kind, const std::string& name, Value x, std::initializer_list<const Weight*> w, OpParams params) {
+    append(kind, name, {x}, w, x.rows, 0, std::move(params));
+    graph_.ops.back().out = x;
+}
+
+Value Recorder::pixels(int32_t cols) { return append(OpKind::Pixels, "pixels", {}, {}, RowKind::Patches, cols, NoParams{}); }
+
+void Recorder::grid_position(Value x, const Weight& table, const GridParams& params) {
+    check(table.mats == 1 && table.cols == x.cols && params.height > 0 && params.width > 0 && table.rows == int64_t{params.height} * params.width &&
+              x.cols % 2 == 0,
+          OpKind::GridPosition, base_name(table),
+          format("input has %d columns, grid %d x %d, table is %s", x.cols, params.height, params.width, shape(table).c_str()));
+    append_in_place(OpKind::GridPosition, base_name(table), x, {&table}, params);
+}
+
+void Recorder::grid_rope(Value qkv, const ImageAttentionParams& params) {
+    const std::string name = format("blk.%d.grid_rope", layer_);
+    check(qkv.cols == 3 * int64_t{params.n_head} * params.head_dim && params.head_dim % 4 == 0 && params.rope_base > 0, OpKind::GridRope, name,
+          format("%d columns for %d heads of %d, which four must divide", qkv.cols, params.n_head, params.head_dim));
+    append_in_place(OpKind::GridRope, name, qkv, {}, params);
+}
+
+Value Recorder::image_attention(Value qkv, const ImageAttentionParams& params) {
+    const std::string name = format("blk.%d.image_attention", layer_);
+    check(params.n_head > 0 && params.head_dim > 0 && qkv.cols == 3 * int64_t{params.n_head} * params.head_dim, OpKind::ImageAttention, name,
+          format("%d columns for %d heads of %d", qkv.cols, params.n_head, params.head_dim));
+    return append(OpKind::ImageAttention, name, {qkv}, {}, qkv.rows, qkv.cols / 3, params);
+}
+
+void Recorder::gelu(Value x, GeluParams params) { append_in_place(OpKind::Gelu, format("blk.%d.gelu", layer_), x, {}, params); }
+
+Value Recorder::merge_squares(Value x, int32_t side) {
+    check(x.rows == RowKind::Patches && side > 0, OpKind::MergeSquares, "merge_squares", format("squares of side %d of rows that are no patches", side));
+    return append(OpKind::MergeSquares, "merge_squares", {x}, {}, RowKind::Squares, int64_t{side} * side * x.cols, MergeParams{side});
 }
 
 }  // namespace delta

@@ -12,7 +12,7 @@ namespace delta {
 struct Graph {
     std::vector<Op> ops;
     std::vector<Value> values;  // indexed by id
-    Value logits;               // [outputs, n_vocab]
+    Value result;               // logits [outputs, n_vocab], or features [squares, width]
 };
 
 class Recorder {
@@ -54,13 +54,22 @@ class Recorder {
     Value mul_sigmoid(Value a, Value b);
     Value moe_route(Value scores, const Weight* bias, const RouteParams& params);
     Value moe_experts(Value z, Value route, const Weight& gate, const Weight& up, const Weight& down, const ExpertParams& params);
-    Value bank(int32_t n_embd, int32_t n_slots);  // no op: the wide activation that bank_push fills
+    // No op: the wide activation that bank_push fills.
+    Value bank(int32_t n_embd, int32_t n_slots, RowKind rows = RowKind::Tokens);
     void bank_push(Value bank, Value x, int32_t slot);
     Value bank_mix(Value bank, int32_t n_slots, Value x, const Weight& score, float eps);
     Value pick_rows(Value x);
-    void finish(Value logits) { graph_.logits = logits; }
+    // Of a vision tower.
+    Value pixels(int32_t cols);
+    void grid_position(Value x, const Weight& table, const GridParams& params);
+    void grid_rope(Value qkv, const ImageAttentionParams& params);
+    Value image_attention(Value qkv, const ImageAttentionParams& params);
+    void gelu(Value x, GeluParams params);
+    Value merge_squares(Value x, int32_t side);
+    void finish(Value result) { graph_.result = result; }
 
    private:
+    void append_in_place(OpKind kind, const std::string& name, Value x, std::initializer_list<const Weight*> w, OpParams params);
     Value append(OpKind kind, const std::string& name, std::initializer_list<Value> in, std::initializer_list<const Weight*> w,
                  RowKind rows, int64_t cols, OpParams params);
     void check(bool ok, OpKind kind, const std::string& name, const std::string& what) const;

@@ -16,7 +16,7 @@ struct Life {
 
 }  // namespace
 
-ArenaPlan plan_arena(const Graph& graph, ValueType type, int32_t n_batch, int32_t n_outputs) {
+ArenaPlan plan_arena(const Graph& graph, ValueType type, int32_t n_rows, int32_t n_results) {
     std::vector<Life> life(graph.values.size());
     const auto touch = [&](const Value& v, int32_t op) {
         if (v.id >= 0) {
@@ -31,10 +31,11 @@ ArenaPlan plan_arena(const Graph& graph, ValueType type, int32_t n_batch, int32_
         }
         touch(graph.ops[i].out, static_cast<int32_t>(i));
     }
-    touch(graph.logits, static_cast<int32_t>(graph.ops.size()));  // read after the run
+    touch(graph.result, static_cast<int32_t>(graph.ops.size()));  // read after the run
 
     for (const Value& v : graph.values) {
-        const auto rows = static_cast<size_t>(v.rows == RowKind::Tokens ? n_batch : n_outputs);
+        const bool result_rows = v.rows == RowKind::Outputs || v.rows == RowKind::Squares;
+        const auto rows = static_cast<size_t>(result_rows ? n_results : n_rows);
         life[static_cast<size_t>(v.id)].bytes = (rows * static_cast<size_t>(v.cols) * value_bytes(type) + kAlign - 1) / kAlign * kAlign;
     }
 

@@ -14,8 +14,8 @@ struct ArenaPlan {
     size_t bytes = 0;            // size of the arena
 };
 
-// `n_batch` rows for token values, `n_outputs` for output values, of numbers of the given type. Two values share bytes only if no op needs both; the outputs of an
-// op never overlap its inputs.
-ArenaPlan plan_arena(const Graph& graph, ValueType type, int32_t n_batch, int32_t n_outputs);
+// `n_rows` rows for values of tokens or patches, `n_results` for those of outputs or squares, of numbers of the given type. Two values
+// share bytes only if no op needs both; the outputs of an op never overlap its inputs.
+ArenaPlan plan_arena(const Graph& graph, ValueType type, int32_t n_rows, int32_t n_results);
 
 }  // namespace delta

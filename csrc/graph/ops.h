@@ -18,6 +18,10 @@ enum class OpKind : uint8_t {
     Count
 };
 const char* op_name(OpKind kind);
+// Whether the output of such an op is one of its inputs, changed where it lies.
+constexpr bool is_in_place(OpKind kind) {
+    return kind == OpKind::BankPush || kind == OpKind::GridPosition || kind == OpKind::GridRope || kind == OpKind::Gelu;
+}
 
 struct NoParams {};
 
@@ -99,13 +103,46 @@ struct BankParams {
     float eps = 0;
 };
 
-// embed         w0 [V, E] -> row of each token
+// pixels        -> [n, c]: the step's patches
+// grid_position in0 x [n, C] in place, w0 table [height * width, C]: adds the table, resized to the grid of the step by linear
+//               interpolation in both directions: row y of h reads at max(0, (y + 1/2) * height / h - 1/2), columns alike, clamped at
+//               the far border. With several frames, frame f also adds [sin(f w_i), cos(f w_i)], w_i = 10000^(-i / (C / 2)), i < C / 2
+struct GridParams {
+    int32_t height = 0;
+    int32_t width = 0;
+};
+inline constexpr double kTimeBase = 10000;
+
+// grid_rope     in0 [n, 3 * H * d] in place: queries, keys, values of every head. Per head of the first two: pairs of neighbours (a, b)
+//               -> (a cos t - b sin t, a sin t + b cos t); pair i of the first half turns by t = column * base^(-i / (d / 4)), pair i of
+//               the second half by the row alike
+// image_attention in0 [n, 3 * H * d], the same columns -> [n, H * d]: softmax over all patches of the image of <q, k> / sqrt(d),
+//               weighting v
+struct ImageAttentionParams {
+    int32_t n_head = 0;
+    int32_t head_dim = 0;
+    double rope_base = 0;
+};
+
+// gelu          in0 x in place -> erf: x * Phi(x), Phi(x) = (1 + erf(x / sqrt(2))) / 2
+//               tanh: x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2
+struct GeluParams {
+    enum Kind : uint8_t { Erf, Tanh } kind = Erf;
+};
+
+// merge_squares in0 x [n, C] -> [n / (frames * side^2), side^2 * C]: the mean over the frames, then each square of side * side patches
+//               side by side, row by row
+struct MergeParams {
+    int32_t side = 0;
+};
+
+// embed         w0 [V, E] -> row of each token; of a token that stands for a feature row, that row
 // add           in0 a + in1 b
 // linear        in0 x [n, a], w0 [b, a] -> x W^T
 // mul_sigmoid   in0 a * sigmoid(in1 b)
 // pick_rows     in0 x [n, c] -> the rows the step wants logits for
 using OpParams = std::variant<NoParams, NormParams, HeadLinearParams, Activation, ConvParams, GateParams, ScanParams,
-                              AttentionParams, RouteParams, ExpertParams, BankParams>;
+                              AttentionParams, RouteParams, ExpertParams, BankParams, GridParams, ImageAttentionParams, GeluParams, MergeParams>;
 
 inline constexpr int kMaxInputs = 5;
 inline constexpr int kMaxWeights = 3;

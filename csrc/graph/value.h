@@ -9,14 +9,16 @@
 
 namespace delta {
 
-enum class RowKind : uint8_t { Tokens, Outputs };
+// Rows of a text model are tokens, and those of them whose logits are wished for; rows of a vision tower are patches of an image, and the
+// squares of patches that become tokens.
+enum class RowKind : uint8_t { Tokens, Outputs, Patches, Squares };
 
 // What the numbers between ops and in the recurrent state are; one choice for a whole device.
 enum class ValueType : uint8_t { F32, F64 };
 constexpr size_t value_bytes(ValueType type) { return type == ValueType::F64 ? sizeof(double) : sizeof(float); }
 constexpr const char* value_name(ValueType type) { return type == ValueType::F64 ? "float64" : "float32"; }
 
-// A row-major matrix [rows, cols] of the device's value type. The number of rows is known at run time only: all tokens of the step, or its output rows.
+// A row-major matrix [rows, cols] of the device's value type. The number of rows is known at run time only.
 struct Value {
     int32_t id = -1;
     RowKind rows = RowKind::Tokens;

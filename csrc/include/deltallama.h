@@ -2,12 +2,13 @@
  *
  * This header is the whole public interface. Two opaque handles: a `delta_model` is a GGUF file opened on a device, with its
  * memory and a fixed number of session slots; a `delta_session` is one timeline of tokens in such a slot. Text never crosses
- * this interface, token ids do.
+ * this interface, token ids do. A `delta_vision` is a vision tower beside a model: it turns pixels into rows that stand in place of
+ * token embeddings.
  *
  * Status   Every fallible function returns a delta_status. Outputs come through pointers and are untouched on failure.
  *          delta_last_error() gives the calling thread's last message: what, where, expected, found.
  * Owning   Who creates, frees. Borrowed pointers live until the next call on the same handle.
- * Threads  Queries and row quantization may run on any thread at any time. Computation (sync, eval, load, save) is one call at a
+ * Threads  Queries and row quantization may run on any thread at any time. Computation (sync, eval, load, save, encode) is one call at a
  *          time per model; a second one returns DELTA_BUSY. There is no hidden queue.
  * Structs  Parameter and result structs begin with `size` = sizeof(struct), set by the caller or by the *_init function; they
  *          grow only at the end.
@@ -29,7 +30,8 @@ extern "C" {
 #endif
 
 /* cdef-begin */
-#define DELTA_ABI_VERSION 2
+#define DELTA_ABI_VERSION 3
+#define DELTA_FEATURE -1 /* stands in a timeline where a feature row is: no token has this id */
 
 typedef enum delta_status {
     DELTA_OK = 0,
@@ -64,6 +66,7 @@ typedef enum delta_logits_mode {
 
 typedef struct delta_model delta_model;
 typedef struct delta_session delta_session;
+typedef struct delta_vision delta_vision;
 
 typedef void (*delta_log_fn)(int level, const char *message, void *user);       /* level: 0 debug, 1 info, 2 warning */
 typedef int (*delta_progress_fn)(uint64_t done, uint64_t total, void *user);    /* non-zero asks to stop */
@@ -185,6 +188,43 @@ typedef struct delta_batch_item {
     uint32_t logits;  /* delta_logits_mode */
 } delta_batch_item;
 
+/* A part of a timeline: token ids, or the feature rows of one image; the other pointer is null. */
+typedef struct delta_piece {
+    const int32_t *tokens;
+    const float *features; /* [n, n_embd], needed during the call only */
+    size_t n;              /* tokens or rows, at least one */
+    uint64_t digest;       /* of what the features were made from: equal digests promise equal rows */
+} delta_piece;
+
+typedef struct delta_vision_params {
+    uint32_t size;
+    uint32_t max_patches;  /* of one image; 0: what the file's preprocessing can yield */
+} delta_vision_params;
+
+typedef struct delta_vision_info {
+    uint32_t size;
+    uint32_t n_layer;
+    uint32_t n_embd;
+    uint32_t n_ff;
+    uint32_t n_head;
+    uint32_t head_dim;
+    uint32_t projection_dim;   /* values of a feature row: n_embd of the model */
+    uint32_t patch_size;       /* pixels a side */
+    uint32_t merge;            /* patches a side of the squares that become one row */
+    uint32_t grid_height;      /* learned positions */
+    uint32_t grid_width;
+    uint32_t max_frames;
+    uint32_t patch_limit;      /* of preprocessing, before it pads: patches of an image, */
+    uint32_t side_limit;       /* and of a side */
+    uint32_t max_patches;      /* delta_vision_encode takes no more */
+    float image_mean[3];       /* of red, green, blue, between 0 and 1 */
+    float image_std[3];
+    uint64_t n_params;
+    uint64_t weight_bytes;     /* of the mapped file */
+    uint64_t bytes_now;        /* allocated: what the largest image so far needed */
+    uint64_t bytes_most;       /* what an image of max_patches needs */
+} delta_vision_info;
+
 typedef struct delta_stats {
     uint32_t size;
     uint64_t n_computed;       /* tokens evaluated */
@@ -247,7 +287,7 @@ void delta_model_params_init(delta_model_params *params);
 delta_status delta_model_open(const char *path, const delta_model_params *params, delta_model **model);
 /* Does all of delta_model_open but the allocation and reports what it would use. Nothing to free. */
 delta_status delta_model_plan(const char *path, const delta_model_params *params, delta_model_info *info, delta_memory *memory);
-/* Frees the model; DELTA_STATE while it has sessions. Null is allowed. */
+/* Frees the model; DELTA_STATE while it has sessions or a tower. Null is allowed. */
 delta_status delta_model_close(delta_model *model);
 /* Sizes and special ids. */
 delta_status delta_model_info_get(const delta_model *model, delta_model_info *info);
@@ -294,6 +334,9 @@ delta_status delta_session_free(delta_session *session);
  * (ARG, CONTEXT_FULL) change nothing; on another failure or cancellation the timeline is a prefix of `tokens`, possibly empty. */
 delta_status delta_session_sync(delta_session *session, const int32_t *tokens, size_t n_tokens, delta_progress_fn progress,
                                 void *user, delta_sync_result *result);
+/* The same for a timeline of tokens and feature rows. Features are compared by digest and row: another image is another prefix. */
+delta_status delta_session_sync_pieces(delta_session *session, const delta_piece *pieces, size_t n_pieces, delta_progress_fn progress,
+                                       void *user, delta_sync_result *result);
 /* Appends tokens and computes; keeps logits as asked. On failure or cancellation the steps that were complete remain. DELTA_STATE
  * after a step has failed (NUMERIC, DEVICE), until a sync or truncate has gone back behind it. */
 delta_status delta_session_eval(delta_session *session, const int32_t *tokens, size_t n_tokens, delta_logits_mode logits);
@@ -301,10 +344,11 @@ delta_status delta_session_eval(delta_session *session, const int32_t *tokens, s
 delta_status delta_eval_batch(delta_model *model, const delta_batch_item *items, size_t n_items);
 /* Length of the timeline. */
 size_t delta_session_length(const delta_session *session);
-/* Copies up to `capacity` tokens of the timeline; `n_tokens` gets its length. */
+/* Copies up to `capacity` tokens of the timeline, DELTA_FEATURE where features are; `n_tokens` gets its length. */
 delta_status delta_session_tokens(const delta_session *session, int32_t *tokens, size_t capacity, size_t *n_tokens);
 /* Shortens the timeline to `length` tokens: restores the newest checkpoint not beyond it and recomputes the rest. There are no
- * logits afterwards unless tokens were recomputed. */
+ * logits afterwards unless tokens were recomputed. DELTA_STATE, and nothing changed, if features would have to be recomputed: they are
+ * not kept. */
 delta_status delta_session_truncate(delta_session *session, size_t length);
 /* Stores a checkpoint of the present position (ends of turns, before drafts). */
 delta_status delta_session_checkpoint(delta_session *session);
@@ -326,6 +370,22 @@ delta_status delta_session_save(delta_session *session, const char *path);
 delta_status delta_session_load(delta_session *session, const char *path);
 /* Counters of this session. */
 delta_status delta_session_stats(const delta_session *session, delta_stats *stats);
+
+/* -- vision -------------------------------------------------------------------------------------------------------------- */
+/* Fills in defaults. */
+void delta_vision_params_init(delta_vision_params *params);
+/* Opens the vision tower of an mmproj file for `model`, on whose device and threads it runs. DELTA_ARG if it belongs to another kind or
+ * width of model. Free with delta_vision_close, before the model. */
+delta_status delta_vision_open(const char *path, delta_model *model, const delta_vision_params *params, delta_vision **vision);
+/* Frees the tower. Null is allowed; DELTA_BUSY while it computes. */
+delta_status delta_vision_close(delta_vision *vision);
+/* Sizes, limits and memory; `info->size` must be set. */
+delta_status delta_vision_info_get(const delta_vision *vision, delta_vision_info *info);
+/* Computes the feature rows of an image: `pixels` [frames * height * width, 3, patch_size, patch_size], normalised, patches row by row and
+ * frame by frame; height and width in patches, whole squares of `merge`; features [height * width / merge^2, projection_dim], of which
+ * `capacity` is the number of floats. `progress` gets ops done and in all; delta_model_cancel works too. */
+delta_status delta_vision_encode(delta_vision *vision, const float *pixels, uint32_t frames, uint32_t height, uint32_t width,
+                                 float *features, size_t capacity, delta_progress_fn progress, void *user);
 
 /* -- rows ---------------------------------------------------------------------------------------------------------------- */
 /* Bytes of a row of `n_cols` values of type `type`; 0 if the type is unknown or the length does not divide. */

@@ -44,6 +44,9 @@ typedef struct delta_test_case {
     void *latent;              /* [n_slots] latent parts, read and written */
     double *out;               /* [rows, out_cols] */
     int32_t out_cols;          /* expected; another shape is DELTA_ARG. 0: the op has no output */
+    const float *pixels;       /* pixels: [n_rows, out_cols] */
+    int32_t image[3];          /* ops of a vision tower: frames, rows and columns of the grid; n_rows patches in all */
+    const float *features;     /* embed: rows that tokens -1, -2, ... stand for */
 } delta_test_case;
 
 /* Records the op, gives it the inputs and the state in the device's value type, runs it in an arena filled with NaN with one spare row behind every matrix, and fails with DELTA_DEVICE if the op

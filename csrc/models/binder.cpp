@@ -25,8 +25,8 @@ std::vector<int64_t> essence(int64_t mats, int64_t rows, int64_t cols) {
 }  // namespace
 
 Weight& Binder::add(Weight weight) {
-    model_.weights.push_back(std::move(weight));
-    return model_.weights.back();
+    bound_.weights.push_back(std::move(weight));
+    return bound_.weights.back();
 }
 
 const Weight& Binder::get(const std::string& name, int64_t mats, int64_t rows, int64_t cols, Want want) {
@@ -60,6 +60,19 @@ const Weight& Binder::get(const std::string& name, int64_t mats, int64_t rows, i
     return add(std::move(w));
 }
 
+const Weight& Binder::flattened(const std::string& name, int64_t mats, int64_t rows, int64_t cols, int64_t n_rows, Want want) {
+    Weight w = get(name, mats, rows, cols, want);
+    if (w.type->block != 1) {
+        throw Error(DELTA_UNSUPPORTED, format("%s: tensor %s has type %s; supported here: F32, F16, BF16", file_.path().c_str(), name.c_str(),
+                                              w.type->name));
+    }
+    w.cols = mats * rows * cols / n_rows;
+    w.rows = n_rows;
+    w.mats = 1;
+    w.mat_stride = static_cast<size_t>(w.rows) * w.row_bytes();
+    return add(std::move(w));
+}
+
 const Weight& Binder::rows_of(const Weight& whole, const std::string& name, int64_t first, int64_t n_rows) {
     Weight w = whole;
     w.name = name;
@@ -73,9 +86,9 @@ Binder::SplitKvB Binder::split_kv_b(const std::string& name, int64_t n_head, int
     const Weight& whole = get(name, 1, n_head * (nope + v), latent);
 
     const size_t n_bytes = static_cast<size_t>(n_head * latent * nope) * sizeof(float);
-    model_.owned.push_back(std::make_unique<uint8_t[]>(n_bytes));
-    model_.owned_bytes += n_bytes;
-    auto* transposed = reinterpret_cast<float*>(model_.owned.back().get());
+    bound_.owned.push_back(std::make_unique<uint8_t[]>(n_bytes));
+    bound_.owned_bytes += n_bytes;
+    auto* transposed = reinterpret_cast<float*>(bound_.owned.back().get());
     std::vector<float> row(static_cast<size_t>(latent));
     for (int64_t h = 0; h < n_head; ++h) {
         for (int64_t n = 0; n < nope; ++n) {
@@ -92,7 +105,7 @@ Binder::SplitKvB Binder::split_kv_b(const std::string& name, int64_t n_head, int
     k_b.rows = latent;
     k_b.cols = nope;
     k_b.mat_stride = static_cast<size_t>(latent) * k_b.row_bytes();
-    k_b.data = model_.owned.back().get();
+    k_b.data = bound_.owned.back().get();
 
     Weight v_b = whole;
     v_b.name = name + " (v part)";
@@ -118,7 +131,7 @@ void Binder::check_closure() const {
     }
     if (n_extra > 0) {
         throw Error(DELTA_FORMAT, format("%s: %zu tensors have no place in %s: %s%s", file_.path().c_str(), n_extra,
-                                         model_.hparams.architecture.c_str(), extra.c_str(), n_extra > 5 ? ", ..." : ""));
+                                         architecture_.c_str(), extra.c_str(), n_extra > 5 ? ", ..." : ""));
     }
 }
 

@@ -1,10 +1,14 @@
 // Asks a file for tensors by name, shape and type, and remembers which it asked for, so that what is left over can be named.
 #pragma once
 
+#include <deque>
+#include <memory>
 #include <string>
 #include <unordered_set>
+#include <vector>
 
-#include "models/registry.h"
+#include "gguf/gguf.h"
+#include "graph/value.h"
 
 namespace delta {
 
@@ -13,9 +17,16 @@ enum class Want : uint8_t {
     Matrix  // any type of the table
 };
 
+struct BoundWeights {
+    std::deque<Weight> weights;                     // stable addresses: ops point into it
+    std::vector<std::unique_ptr<uint8_t[]>> owned;  // private copies made while binding (split attn_kv_b)
+    size_t owned_bytes = 0;
+};
+
 class Binder {
    public:
-    Binder(const GgufSet& file, BoundModel& model) : file_(file), model_(model) {}
+    // `architecture` is what messages call the model.
+    Binder(const GgufSet& file, std::string architecture, BoundWeights& bound) : file_(file), architecture_(std::move(architecture)), bound_(bound) {}
 
     bool has(const std::string& name) const { return file_.find_tensor(name) != nullptr; }
 
@@ -23,6 +34,9 @@ class Binder {
     // with expected and found.
     const Weight& get(const std::string& name, int64_t mats, int64_t rows, int64_t cols, Want want = Want::Matrix);
     const Weight& vector(const std::string& name, int64_t n) { return get(name, 1, 1, n, Want::F32); }
+
+    // `n_rows` rows that are stored with further dimensions: mats * rows * cols values in all.
+    const Weight& flattened(const std::string& name, int64_t mats, int64_t rows, int64_t cols, int64_t n_rows, Want want = Want::Matrix);
 
     // Row ranges of one stored matrix as weights of their own (fused q, k, v).
     const Weight& rows_of(const Weight& whole, const std::string& name, int64_t first, int64_t n_rows);
@@ -42,7 +56,8 @@ class Binder {
     Weight& add(Weight weight);
 
     const GgufSet& file_;
-    BoundModel& model_;
+    std::string architecture_;
+    BoundWeights& bound_;
     std::unordered_set<std::string> used_;
 };
 

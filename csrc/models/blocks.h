@@ -1,7 +1,7 @@
 // The parts that both architectures are made of. Each function binds its tensors and records its ops.
 #pragma once
 
-#include "models/binder.h"
+#include "models/registry.h"
 
 namespace delta {
 

@@ -45,7 +45,7 @@ BoundModel build_model(const GgufSet& file) {
         if (name == a.name) {
             BoundModel m;
             m.hparams = read_hparams(file, name);
-            Builder b{m.hparams, Binder(file, m), Recorder(m.graph)};
+            Builder b{m.hparams, Binder(file, name, m), Recorder(m.graph)};
             a.build(b);
             b.bind.check_closure();
             m.state.n_kda = b.n_kda;

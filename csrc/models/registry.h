@@ -1,22 +1,15 @@
 // The architectures this engine runs, and what building one gives.
 #pragma once
 
-#include <deque>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "gguf/gguf.h"
 #include "graph/graph.h"
+#include "models/binder.h"
 #include "models/hparams.h"
 
 namespace delta {
 
-struct BoundModel {
+struct BoundModel : BoundWeights {
     Hparams hparams;
-    std::deque<Weight> weights;                    // stable addresses: ops point into it
-    std::vector<std::unique_ptr<uint8_t[]>> owned;  // private copies made while binding (split attn_kv_b)
-    size_t owned_bytes = 0;
     Graph graph;
     StateLayout state;                              // n_ctx and cache_type are the runtime's to set
     uint64_t n_params = 0, n_params_active = 0;

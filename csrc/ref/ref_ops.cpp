@@ -5,6 +5,9 @@
 #include <cmath>
 #include <cstring>
 
+#include "ref/decoder.h"
+#include "ref/ref_image.h"
+
 namespace delta {
 
 double ref_dot(const double* w, const double* x, int64_t n) {
@@ -40,23 +43,6 @@ double square_sum(const double* x, int64_t n) {
 // 1 / sqrt(mean(x^2) + eps)
 double inverse_rms(const double* x, int64_t n, double eps) { return 1.0 / std::sqrt(square_sum(x, n) / static_cast<double>(n) + eps); }
 
-// Rows of weights, decoded exactly: each call of row() overwrites what the one before returned.
-class Decoder {
-   public:
-    Decoder(Workspace& space, int64_t n) : narrow_(space.take<float>(static_cast<size_t>(n))), wide_(space.take<double>(static_cast<size_t>(n))) {}
-
-    const double* row(const Weight& w, int64_t mat, int64_t r) { return row(*w.type, w.row(mat, r), w.cols); }
-    const double* row(const TypeInfo& type, const uint8_t* data, int64_t n) {
-        type.to_float(data, narrow_, n);
-        std::copy_n(narrow_, n, wide_);
-        return wide_;
-    }
-
-   private:
-    float* narrow_;
-    double* wide_;
-};
-
 // A weight with a single row.
 const double* decoded_vector(const Weight& w, Workspace& space) { return Decoder(space, w.cols).row(w, 0, 0); }
 
@@ -75,7 +61,12 @@ void embed(const WideCall& c, WideDot, int64_t begin, int64_t end, void* scratch
     const Weight& w = *c.op->w[0];
     Decoder decoder(space, w.cols);
     for (int64_t r = begin; r < end; ++r) {
-        std::copy_n(decoder.row(w, 0, c.step->tokens[static_cast<size_t>(r)]), w.cols, c.out + r * w.cols);
+        const int32_t token = c.step->tokens[static_cast<size_t>(r)];
+        if (is_feature(token)) {
+            std::copy_n(c.step->features[static_cast<size_t>(feature_token(token))], w.cols, c.out + r * w.cols);
+        } else {
+            std::copy_n(decoder.row(w, 0, token), w.cols, c.out + r * w.cols);
+        }
     }
 }
 
@@ -428,6 +419,12 @@ constexpr std::array<RefOp, static_cast<size_t>(OpKind::Count)> kOps = [] {
     at(OpKind::BankPush) = {each_row, bank_push};
     at(OpKind::BankMix) = {each_row, bank_mix};
     at(OpKind::PickRows) = {each_row, pick_rows};
+    at(OpKind::Pixels) = {each_row, pixels};
+    at(OpKind::GridPosition) = {each_row, grid_position};
+    at(OpKind::GridRope) = {each_row, grid_rope};
+    at(OpKind::ImageAttention) = {each_head_of_each_patch, image_attention};
+    at(OpKind::Gelu) = {each_row, gelu};
+    at(OpKind::MergeSquares) = {each_row, merge_squares};
     return ops;
 }();
 

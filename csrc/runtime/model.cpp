@@ -189,8 +189,8 @@ void Model::run(const Step& step) {
 
 void Model::narrow_logits(int32_t n_rows) {
     // In place: a float never reaches a double that is still to be read.
-    uint8_t* at = arena->data + plan.offset[static_cast<size_t>(bound.graph.logits.id)];
-    const size_t n = static_cast<size_t>(n_rows) * static_cast<size_t>(bound.graph.logits.cols);
+    uint8_t* at = arena->data + plan.offset[static_cast<size_t>(bound.graph.result.id)];
+    const size_t n = static_cast<size_t>(n_rows) * static_cast<size_t>(bound.graph.result.cols);
     for (size_t i = 0; i < n; ++i) {
         double wide = 0;
         std::memcpy(&wide, at + i * sizeof wide, sizeof wide);
@@ -200,7 +200,7 @@ void Model::narrow_logits(int32_t n_rows) {
 }
 
 const float* Model::logits() const {
-    return reinterpret_cast<const float*>(arena->data + plan.offset[static_cast<size_t>(bound.graph.logits.id)]);
+    return reinterpret_cast<const float*>(arena->data + plan.offset[static_cast<size_t>(bound.graph.result.id)]);
 }
 
 StateMemory Model::state_memory() const {

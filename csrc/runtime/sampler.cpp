@@ -31,6 +31,7 @@ void apply_penalties(float* x, std::span<const int32_t> timeline, const delta_sa
         n = std::min(n, static_cast<size_t>(params.penalty_last_n));
     }
     std::vector<int32_t> recent(timeline.end() - static_cast<std::ptrdiff_t>(n), timeline.end());
+    std::erase(recent, DELTA_FEATURE);
     std::sort(recent.begin(), recent.end());
     for (size_t i = 0; i < recent.size();) {
         size_t end = i;

@@ -23,7 +23,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "the file is written as it lies in memory");
 
 constexpr char kMagic[8] = {'D', 'E', 'L', 'T', 'A', 'S', 'E', 'S'};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr size_t kChunk = size_t{1} << 20;
 
 struct StateHeader {
@@ -39,10 +39,15 @@ struct StateHeader {
     uint64_t latent_row_bytes;
     uint32_t has_logits;
     uint32_t value_type;  // of the recurrent part: 0 float32, 1 float64
+    uint64_t n_runs;
 };
-static_assert(sizeof(StateHeader) == 88);
+static_assert(sizeof(StateHeader) == 96);
 
-StateHeader header_of(const Model& model, size_t n_tokens, bool has_logits) {
+struct StoredRun {  // FeatureRun
+    uint64_t begin, end, digest, index;
+};
+
+StateHeader header_of(const Model& model, size_t n_tokens, size_t n_runs, bool has_logits) {
     const StateLayout& layout = model.layout;
     StateHeader header{};
     std::memcpy(header.magic, kMagic, sizeof kMagic);
@@ -58,6 +63,7 @@ StateHeader header_of(const Model& model, size_t n_tokens, bool has_logits) {
     header.cache_type = layout.cache_type->id;
     header.n_vocab = static_cast<uint32_t>(model.bound.hparams.n_vocab);
     header.n_tokens = n_tokens;
+    header.n_runs = n_runs;
     header.recurrent_bytes = layout.recurrent_bytes();
     header.latent_row_bytes = layout.latent_row_bytes();
     header.has_logits = has_logits ? 1 : 0;
@@ -68,7 +74,7 @@ StateHeader header_of(const Model& model, size_t n_tokens, bool has_logits) {
 uint64_t state_bytes(const StateHeader& h) { return h.recurrent_bytes + h.n_mla * h.n_tokens * h.latent_row_bytes; }
 
 uint64_t file_bytes(const StateHeader& h) {
-    return sizeof(StateHeader) + h.n_tokens * sizeof(int32_t) + state_bytes(h) + uint64_t{h.has_logits} * h.n_vocab * sizeof(float) +
+    return sizeof(StateHeader) + h.n_tokens * sizeof(int32_t) + h.n_runs * sizeof(StoredRun) + state_bytes(h) + uint64_t{h.has_logits} * h.n_vocab * sizeof(float) +
            sizeof(uint64_t);
 }
 
@@ -232,7 +238,7 @@ StateHeader read_header(const Input& file, const Model& model) {
     if (std::memcmp(found.magic, kMagic, sizeof kMagic) != 0) {
         throw Error(DELTA_FORMAT, format("%s is no saved session: its first bytes are not DELTASES", file.path()));
     }
-    const StateHeader wanted = header_of(model, 0, false);
+    const StateHeader wanted = header_of(model, 0, 0, false);
     expect(file, "version of the format", wanted.version, found.version, DELTA_UNSUPPORTED);
     expect(file, "bytes of the header", wanted.header_bytes, found.header_bytes, DELTA_FORMAT);
     expect(file, "KDA layers", wanted.n_kda, found.n_kda, DELTA_UNSUPPORTED);
@@ -264,8 +270,40 @@ StateHeader read_header(const Input& file, const Model& model) {
         throw Error(DELTA_CONTEXT_FULL, format("%s holds %llu tokens, a session of this model at most %d (n_ctx)", file.path(),
                                                static_cast<unsigned long long>(found.n_tokens), model.layout.n_ctx));
     }
+    if (found.n_runs > found.n_tokens) {
+        throw Error(DELTA_FORMAT, format("%s: %llu runs of features among %llu positions", file.path(), static_cast<unsigned long long>(found.n_runs),
+                                         static_cast<unsigned long long>(found.n_tokens)));
+    }
     expect(file, "bytes of the file", file_bytes(found), size, DELTA_FORMAT);
     return found;
+}
+
+// The runs of a file, if they are in order and the tokens say the same. Throws Error.
+std::vector<FeatureRun> check_timeline(const char* path, std::span<const int32_t> tokens, std::span<const StoredRun> stored, uint32_t n_vocab) {
+    std::vector<FeatureRun> runs;
+    size_t at = 0;
+    const auto check_tokens_before = [&](uint64_t end) {
+        for (; at < end; ++at) {
+            if (tokens[at] < 0 || static_cast<uint32_t>(tokens[at]) >= n_vocab) {
+                throw Error(DELTA_FORMAT, format("%s: token %d at index %zu is not in 0..%u", path, tokens[at], at, n_vocab - 1));
+            }
+        }
+    };
+    for (const StoredRun& run : stored) {
+        if (run.begin < at || run.begin >= run.end || run.end > tokens.size()) {
+            throw Error(DELTA_FORMAT, format("%s: features at positions %llu to %llu of %zu, after %zu", path, static_cast<unsigned long long>(run.begin),
+                                             static_cast<unsigned long long>(run.end), tokens.size(), at));
+        }
+        check_tokens_before(run.begin);
+        for (; at < run.end; ++at) {
+            if (tokens[at] != DELTA_FEATURE) {
+                throw Error(DELTA_FORMAT, format("%s: token %d at index %zu, where features are", path, tokens[at], at));
+            }
+        }
+        runs.push_back({static_cast<size_t>(run.begin), static_cast<size_t>(run.end), run.digest, run.index});
+    }
+    check_tokens_before(tokens.size());
+    return runs;
 }
 
 // Adds [offset, offset + n_bytes) to the sums.
@@ -296,10 +334,15 @@ void save_session(Session& session, const char* path) {
     if (tokens.empty()) {
         pool.slots.clear(session.slot_);
     }
-    const StateHeader header = header_of(*pool.model, tokens.size(), session.n_rows_ > 0);
+    std::vector<StoredRun> runs;
+    for (const FeatureRun& run : session.runs_) {
+        runs.push_back({run.begin, run.end, run.digest, run.index});
+    }
+    const StateHeader header = header_of(*pool.model, tokens.size(), runs.size(), session.n_rows_ > 0);
     Output file(path);
     file.write(&header, sizeof header);
     file.write(tokens.data(), tokens.size() * sizeof(int32_t));
+    file.write(runs.data(), runs.size() * sizeof(StoredRun));
     file.write(pool.slots.recurrent(session.slot_), layout.recurrent_bytes());
     for (int32_t mla = 0; mla < layout.n_mla; ++mla) {
         file.write(pool.slots.latents(session.slot_, mla), tokens.size() * layout.latent_row_bytes());
@@ -325,6 +368,11 @@ void load_session(Session& session, const char* path) {
     file.read(tokens.data(), token_bytes, offset);
     all.update(tokens.data(), token_bytes);
     offset += token_bytes;
+    std::vector<StoredRun> stored(static_cast<size_t>(header.n_runs));
+    const size_t run_bytes = stored.size() * sizeof(StoredRun);
+    file.read(stored.data(), run_bytes, offset);
+    all.update(stored.data(), run_bytes);
+    offset += run_bytes;
     const uint64_t state_offset = offset;
     add_range(file, offset, state_bytes(header), all, state);
     offset += state_bytes(header);
@@ -339,12 +387,7 @@ void load_session(Session& session, const char* path) {
                     format("%s is damaged: its checksum is %016llx, that of its contents %016llx", path,
                            static_cast<unsigned long long>(digest), static_cast<unsigned long long>(all.digest())));
     }
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        if (tokens[i] >= 0 && static_cast<uint32_t>(tokens[i]) < header.n_vocab) {
-            continue;
-        }
-        throw Error(DELTA_FORMAT, format("%s: token %d at index %zu is not in 0..%u", path, tokens[i], i, header.n_vocab - 1));
-    }
+    std::vector<FeatureRun> runs = check_timeline(path, tokens, stored, header.n_vocab);
     if (!std::all_of(logits.begin(), logits.end(), [](float x) { return std::isfinite(x); })) {
         throw Error(DELTA_FORMAT, format("%s: a saved logit is NaN or infinite", path));
     }
@@ -353,6 +396,7 @@ void load_session(Session& session, const char* path) {
         const std::lock_guard lock(session.mutex_);
         const std::lock_guard pool_lock(pool.mutex);
         session.tokens_.clear();
+        session.runs_.clear();
         session.drop_logits();
         session.last_checkpoint_ = 0;
         session.live_ = true;
@@ -375,6 +419,7 @@ void load_session(Session& session, const char* path) {
     {
         const std::lock_guard lock(session.mutex_);
         session.tokens_.swap(tokens);
+        session.runs_.swap(runs);
         session.n_rows_ = logits.empty() ? 0 : 1;
         std::copy(logits.begin(), logits.end(), pool.slots.logits(session.slot_));
     }

@@ -16,7 +16,7 @@ namespace {
 // often renders the opening of the reply a little differently.
 constexpr size_t kTail = 16;
 
-void check_tokens(std::span<const int32_t> tokens, size_t n_vocab) {
+void check_ids(std::span<const int32_t> tokens, size_t n_vocab) {
     for (size_t i = 0; i < tokens.size(); ++i) {
         if (tokens[i] < 0 || static_cast<size_t>(tokens[i]) >= n_vocab) {
             throw Error(DELTA_ARG, format("token %d at index %zu is not in 0..%zu", tokens[i], i, n_vocab - 1));
@@ -31,6 +31,33 @@ void check_length(size_t before, size_t added, uint32_t n_ctx) {
             format("a timeline of %zu tokens and %zu more exceed the %u positions of a session (n_ctx)", before, added, n_ctx));
     }
 }
+
+// Pieces as one timeline, with their rows. Throws Error.
+struct Pieces {
+    std::vector<int32_t> tokens;
+    std::vector<FeatureRun> runs;
+
+    Pieces(std::span<const delta_piece> pieces, const Model& model) {
+        const auto n_embd = static_cast<size_t>(model.bound.hparams.n_embd);
+        for (size_t i = 0; i < pieces.size(); ++i) {
+            const delta_piece& piece = pieces[i];
+            if (piece.n == 0 || (piece.tokens == nullptr) == (piece.features == nullptr)) {
+                throw Error(DELTA_ARG, format("piece %zu: expected tokens or features, at least one, and not both", i));
+            }
+            check_length(tokens.size(), piece.n, model.params.n_ctx);
+            if (piece.tokens != nullptr) {
+                check_ids({piece.tokens, piece.n}, static_cast<size_t>(model.bound.hparams.n_vocab));
+                tokens.insert(tokens.end(), piece.tokens, piece.tokens + piece.n);
+                continue;
+            }
+            if (!std::all_of(piece.features, piece.features + piece.n * n_embd, [](float x) { return std::isfinite(x); })) {
+                throw Error(DELTA_ARG, format("piece %zu: a feature is NaN or infinite", i));
+            }
+            runs.push_back({tokens.size(), tokens.size() + piece.n, piece.digest, 0, piece.features});
+            tokens.insert(tokens.end(), piece.n, DELTA_FEATURE);
+        }
+    }
+};
 
 }  // namespace
 
@@ -51,18 +78,22 @@ delta_stats SessionPool::stats() const {
 
 // -- steps ----------------------------------------------------------------------------------------------------------------------
 
-// Appends tokens to sessions, step by step.
+// Appends tokens, or features, to sessions, step by step.
 class Computation {
    public:
     struct Work {
         Session* session;
-        std::span<const int32_t> tokens;
+        TimelineView input;              // of which positions `first` and following are to be appended
+        size_t first;
         delta_logits_mode logits;
-        size_t n_replay = 0;             // leading tokens that had been evaluated before
+        size_t n_replay = 0;             // of those, leading ones that had been evaluated before
         size_t checkpoint_at = 0;        // a position to keep beside those of the interval; 0: none
         size_t interval_end = SIZE_MAX;  // no checkpoints of the interval beyond this position
         size_t n_done = 0;
         size_t n_now = 0;  // rows in the present step
+
+        size_t n_rows() const { return input.tokens.size() - first; }
+        size_t next() const { return first + n_done; }
     };
 
     Computation(SessionPool& pool, std::vector<Work> works) : pool_(pool), model_(*pool.model), works_(std::move(works)) {}
@@ -72,7 +103,7 @@ class Computation {
         begin();
         size_t done = 0, total = 0;
         for (const Work& work : works_) {
-            total += work.tokens.size();
+            total += work.n_rows();
         }
         while (done < total) {
             if (model_.cancel.load()) {
@@ -81,7 +112,7 @@ class Computation {
             plan_step();
             try {
                 const auto start = std::chrono::steady_clock::now();
-                model_.run(Step{step_tokens_, seqs_, output_rows_, model_.state_memory()});
+                model_.run(Step{step_tokens_, seqs_, output_rows_, model_.state_memory(), features_});
                 check_logits();
                 elapsed_ns_ = static_cast<uint64_t>((std::chrono::steady_clock::now() - start) / std::chrono::nanoseconds(1));
             } catch (const Error& error) {
@@ -110,15 +141,16 @@ class Computation {
             Session& session = *work.session;
             const std::lock_guard lock(session.mutex_);
             session.drop_logits();
+            session.runs_.reserve(session.runs_.size() + work.input.runs.size());  // appending never fails
             if (work.logits != DELTA_LOGITS_ALL) {
                 continue;
             }
-            const size_t n = work.tokens.size() * session.n_vocab();
+            const size_t n = work.n_rows() * session.n_vocab();
             try {
                 session.all_rows_.resize(n);
             } catch (const std::bad_alloc&) {
                 throw Error(DELTA_MEMORY,
-                            format("no memory for the logits of %zu rows (%zu bytes)", work.tokens.size(), n * sizeof(float)));
+                            format("no memory for the logits of %zu rows (%zu bytes)", work.n_rows(), n * sizeof(float)));
             }
         }
     }
@@ -126,6 +158,7 @@ class Computation {
     // Gives every session in turn as many rows as fit. The first with work left always gets one, so every step does something.
     void plan_step() {
         step_tokens_.clear();
+        features_.clear();
         seqs_.clear();
         output_rows_.clear();
         size_t rows_left = model_.params.n_batch;
@@ -140,8 +173,14 @@ class Computation {
                 pool_.slots.clear(session.slot_);
             }
             const size_t first = step_tokens_.size();
-            const auto begin = work.tokens.begin() + static_cast<std::ptrdiff_t>(work.n_done);
-            step_tokens_.insert(step_tokens_.end(), begin, begin + static_cast<std::ptrdiff_t>(work.n_now));
+            for (size_t i = work.next(); i < work.next() + work.n_now; ++i) {
+                int32_t token = work.input.tokens[i];
+                if (token == DELTA_FEATURE) {
+                    token = feature_token(static_cast<int32_t>(features_.size()));
+                    features_.push_back(feature_row(work.input.runs, i, static_cast<size_t>(model_.bound.hparams.n_embd)));
+                }
+                step_tokens_.push_back(token);
+            }
             seqs_.push_back({session.slot_, static_cast<int32_t>(first), static_cast<int32_t>(work.n_now),
                              static_cast<int32_t>(session.tokens_.size())});
             const size_t n_outputs = outputs_of(work, work.n_now);
@@ -155,7 +194,7 @@ class Computation {
 
     size_t rows_of(const Work& work, size_t rows_left, size_t outputs_left) const {
         const size_t position = work.session->tokens_.size();
-        size_t n = std::min(work.tokens.size() - work.n_done, rows_left);
+        size_t n = std::min(work.n_rows() - work.n_done, rows_left);
         if (pool_.checkpoints.n_places() > 0) {
             if (due(work) > position) {
                 n = std::min(n, due(work) - position);
@@ -184,7 +223,7 @@ class Computation {
         if (work.logits == DELTA_LOGITS_ALL) {
             return n;
         }
-        return work.logits == DELTA_LOGITS_LAST && work.n_done + n == work.tokens.size() ? 1 : 0;
+        return work.logits == DELTA_LOGITS_LAST && work.n_done + n == work.n_rows() ? 1 : 0;
     }
 
     void check_logits() const {
@@ -217,8 +256,9 @@ class Computation {
             const size_t n_replayed = std::min(work.n_done + work.n_now, work.n_replay) - std::min(work.n_done, work.n_replay);
             {
                 const std::lock_guard lock(session.mutex_);
-                const auto first = work.tokens.begin() + static_cast<std::ptrdiff_t>(work.n_done);
+                const auto first = work.input.tokens.begin() + static_cast<std::ptrdiff_t>(work.next());
                 session.tokens_.insert(session.tokens_.end(), first, first + static_cast<std::ptrdiff_t>(work.n_now));
+                append_runs(session.runs_, work.input.runs, work.next(), work.next() + work.n_now);
                 const size_t n_vocab = session.n_vocab();
                 if (work.logits == DELTA_LOGITS_ALL) {
                     std::memcpy(&session.all_rows_[work.n_done * n_vocab], logits, n_outputs * n_vocab * sizeof(float));
@@ -258,7 +298,7 @@ class Computation {
         for (const Work& work : works_) {
             const std::lock_guard lock(work.session->mutex_);
             const size_t n_last = work.logits == DELTA_LOGITS_LAST ? 1 : 0;
-            work.session->n_rows_ = work.logits == DELTA_LOGITS_ALL ? work.tokens.size() : n_last;
+            work.session->n_rows_ = work.logits == DELTA_LOGITS_ALL ? work.n_rows() : n_last;
         }
     }
 
@@ -281,6 +321,7 @@ class Computation {
     Model& model_;
     std::vector<Work> works_;
     std::vector<int32_t> step_tokens_;
+    std::vector<const float*> features_;
     std::vector<SeqRows> seqs_;
     std::vector<int32_t> output_rows_;
     uint64_t elapsed_ns_ = 0;
@@ -292,7 +333,7 @@ void Session::check_append(std::span<const int32_t> tokens) const {
     }
     require_live("eval");
     check_length(tokens_.size(), tokens.size(), pool_.model->params.n_ctx);
-    check_tokens(tokens, n_vocab());
+    check_ids(tokens, n_vocab());
 }
 
 void eval(SessionPool& pool, std::span<const EvalItem> items) {
@@ -311,7 +352,7 @@ void eval(SessionPool& pool, std::span<const EvalItem> items) {
             }
             throw Error(error.status, format("item %zu: %s", works.size(), error.what()));
         }
-        works.push_back({.session = item.session, .tokens = item.tokens, .logits = item.logits});
+        works.push_back({.session = item.session, .input = {item.tokens}, .first = 0, .logits = item.logits});
     }
     Computation(pool, std::move(works)).run({});
 }
@@ -330,39 +371,57 @@ Session::~Session() {
     pool_.slots.release(slot_);
 }
 
-// Goes back to the longest prefix of `tokens` whose state there is, at most `keep_at_most` tokens long.
-Session::Rewind Session::rewind(std::span<const int32_t> tokens, size_t keep_at_most) {
-    const size_t common = static_cast<size_t>(
-        std::mismatch(tokens_.begin(), tokens_.end(), tokens.begin(), tokens.end()).first - tokens_.begin());
-    const size_t limit = std::min(common, keep_at_most);
+size_t Session::restorable(size_t limit) const {
+    if (live_ && tokens_.size() <= limit) {
+        return tokens_.size();
+    }
+    const std::lock_guard pool_lock(pool_.mutex);
+    return pool_.checkpoints.newest(slot_, limit);
+}
+
+// Goes back to the longest prefix of `wish` whose state there is, at most `keep_at_most` positions long.
+Session::Rewind Session::rewind(const TimelineView& wish, size_t keep_at_most) {
+    const size_t common = common_prefix(view(), wish);
+    const size_t start = restorable(std::min(common, keep_at_most));
     const std::lock_guard lock(mutex_);
     drop_logits();
-    if (live_ && tokens_.size() <= limit) {
-        return {common, tokens_.size()};
+    if (live_ && start == tokens_.size()) {
+        return {common, start};
     }
 
     const std::lock_guard pool_lock(pool_.mutex);
-    const size_t start = pool_.checkpoints.newest(slot_, limit);
     if (start > 0) {
         pool_.checkpoints.restore(slot_, start, pool_.slots.recurrent(slot_));
     }
     pool_.checkpoints.drop_beyond(slot_, start);
     tokens_.resize(start);
+    cut_runs(runs_, start);
     last_checkpoint_ = start;
     live_ = true;
     return {common, start};
 }
 
-delta_sync_result Session::sync(std::span<const int32_t> tokens, Progress progress) {
+TimelineView Session::check_tokens(std::span<const int32_t> tokens) const {
     if (tokens.empty()) {
         throw Error(DELTA_ARG, "sync needs at least one token");
     }
     check_length(0, tokens.size(), pool_.model->params.n_ctx);
-    check_tokens(tokens, n_vocab());
+    check_ids(tokens, n_vocab());
+    return {tokens};
+}
 
-    const auto [common, start] = rewind(tokens, tokens.size() - 1);
+delta_sync_result Session::sync(std::span<const delta_piece> pieces, Progress progress) {
+    if (pieces.empty()) {
+        throw Error(DELTA_ARG, "sync needs at least one piece");
+    }
+    const Pieces wish(pieces, *pool_.model);
+    return sync_checked({wish.tokens, wish.runs}, progress);
+}
+
+delta_sync_result Session::sync_checked(const TimelineView& wish, Progress progress) {
+    const size_t n = wish.tokens.size();
+    const auto [common, start] = rewind(wish, n - 1);
     count_reused(start);
-    const size_t n = tokens.size();
     const size_t tail = n > kTail ? n - kTail : 0;
     // A caller may well generate by calling sync with one more token each time: no copy per token then.
     const bool one_more = n - start == 1;
@@ -370,7 +429,8 @@ delta_sync_result Session::sync(std::span<const int32_t> tokens, Progress progre
         keep_checkpoint();  // the end of a turn
     }
     Computation(pool_, {{.session = this,
-                         .tokens = tokens.subspan(start),
+                         .input = wish,
+                         .first = start,
                          .logits = DELTA_LOGITS_LAST,
                          .n_replay = common - start,
                          .checkpoint_at = start < tail ? tail : 0,
@@ -390,13 +450,22 @@ void Session::truncate(size_t length) {
     if (length > tokens_.size()) {
         throw Error(DELTA_ARG, format("cannot shorten a timeline of %zu tokens to %zu", tokens_.size(), length));
     }
+    if (const size_t from = restorable(length); has_features(runs_, from, length)) {
+        throw Error(DELTA_STATE, format("cannot shorten the timeline to %zu: positions from %zu on would have to be computed again, and the features "
+                                        "among them are not kept; use sync with pieces",
+                                        length, from));
+    }
     const std::vector<int32_t> tokens(tokens_.begin(), tokens_.begin() + static_cast<std::ptrdiff_t>(length));
-    const auto [common, start] = rewind(tokens, length);
+    std::vector<FeatureRun> runs = runs_;
+    cut_runs(runs, length);
+    const TimelineView wish{tokens, runs};
+    const auto [common, start] = rewind(wish, length);
     if (start == length) {
         return;
     }
     Computation(pool_, {{.session = this,
-                         .tokens = std::span(tokens).subspan(start),
+                         .input = wish,
+                         .first = start,
                          .logits = DELTA_LOGITS_LAST,
                          .n_replay = common - start}})
         .run({});
@@ -437,6 +506,7 @@ std::unique_ptr<Session> Session::fork() {
     auto fork = std::make_unique<Session>(pool_);
     pool_.slots.copy(slot_, fork->slot_, tokens_.size());
     fork->tokens_ = tokens_;
+    fork->runs_ = runs_;
     fork->last_checkpoint_ = last_checkpoint_;
     if (n_rows_ > 0) {
         std::memcpy(pool_.slots.logits(fork->slot_), pool_.slots.logits(slot_), n_vocab() * sizeof(float));

@@ -14,6 +14,7 @@
 #include "runtime/checkpoints.h"
 #include "runtime/model.h"
 #include "runtime/state.h"
+#include "runtime/timeline.h"
 
 namespace delta {
 
@@ -26,7 +27,8 @@ struct SessionPool {
     StatePool slots;
     CheckpointStore checkpoints;
     delta_stats totals{};
-    mutable std::mutex mutex;  // slots, checkpoints, totals
+    int32_t n_visions = 0;     // towers opened beside the model
+    mutable std::mutex mutex;  // slots, checkpoints, totals, n_visions
 };
 
 struct Progress {
@@ -53,14 +55,15 @@ class Session {
     Session& operator=(const Session&) = delete;
 
     // Computation. Throws Error; what holds afterwards is in deltallama.h.
-    delta_sync_result sync(std::span<const int32_t> tokens, Progress progress);
+    delta_sync_result sync(std::span<const int32_t> tokens, Progress progress) { return sync_checked(check_tokens(tokens), progress); }
+    delta_sync_result sync(std::span<const delta_piece> pieces, Progress progress);
     void truncate(size_t length);
     void checkpoint();
     std::unique_ptr<Session> fork();
 
     // Queries.
     size_t length() const;
-    std::vector<int32_t> tokens() const;
+    std::vector<int32_t> tokens() const;  // DELTA_FEATURE where there are features
     size_t n_logits() const;
     std::span<const float> logits(int64_t row) const;  // [n_vocab], borrowed
     void top(int64_t row, std::span<delta_top_token> best) const;
@@ -76,12 +79,16 @@ class Session {
     friend void load_session(Session& session, const char* path);
 
     struct Rewind {
-        size_t common;  // leading tokens that agree
-        size_t start;   // of those, tokens whose state there is
+        size_t common;  // leading positions that agree
+        size_t start;   // of those, positions whose state there is
     };
+    TimelineView view() const { return {tokens_, runs_}; }
+    TimelineView check_tokens(std::span<const int32_t> tokens) const;  // throws Error
+    delta_sync_result sync_checked(const TimelineView& wish, Progress progress);
     void check_append(std::span<const int32_t> tokens) const;  // throws Error
     void drop_logits();                                        // mutex_ is held
-    Rewind rewind(std::span<const int32_t> tokens, size_t keep_at_most);
+    size_t restorable(size_t limit) const;                     // longest prefix of at most that length whose state there is
+    Rewind rewind(const TimelineView& wish, size_t keep_at_most);
     void keep_checkpoint();
     void count_reused(size_t n);
     void require_live(const char* wish) const;        // throws Error(STATE)
@@ -91,7 +98,8 @@ class Session {
     SessionPool& pool_;
     int32_t slot_;
     mutable std::mutex mutex_;
-    std::vector<int32_t> tokens_;  // the timeline
+    std::vector<int32_t> tokens_;   // the timeline, and where in it features are
+    std::vector<FeatureRun> runs_;
     size_t n_rows_ = 0;            // rows with logits: 0, 1, or the rows of all_rows_
     std::vector<float> all_rows_;  // [n_rows_, n_vocab] when all rows were asked for
     std::vector<float> scratch_;   // of the sampler
