@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -39,19 +40,30 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         nargs="?",
         help="folder with config.json and safetensors shards; with --remote the ORG/NAME of a model on the hub",
     )
-    p.add_argument(
+    _add_output(p.add_argument_group("what to write"))
+    _add_checks(p.add_argument_group("checks, before and after"))
+    _add_running(p.add_argument_group("running"))
+    _add_split(p.add_argument_group("splitting the output"))
+    _add_remote(p.add_argument_group("models on the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are honoured)"))
+    return p
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--outfile",
         type=file_path,
         help="output file, or a folder for a name made from the model's; {ftype} in the name stands for the type "
         "(default: a name made from the model's, in MODEL; for a remote model in the current folder)",
     )
-    p.add_argument(
+    group.add_argument(
         "--outtype",
+        metavar="TYPE",
         choices=(*OUTTYPES, AUTO),
         default=AUTO,
-        help="type of the matrices; auto keeps the checkpoint's 16-bit type; packed experts stay MXFP4 (default: auto)",
+        help=f"type of the matrices: {', '.join(OUTTYPES)}; or auto, the checkpoint's 16-bit type (default); packed "
+        "experts stay MXFP4",
     )
-    p.add_argument(
+    group.add_argument(
         "--tensor-type",
         metavar="PATTERN=TYPE",
         type=tensor_type,
@@ -60,45 +72,27 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="another type for matrices in whose name the regular expression is found; may be repeated, the first that "
         "is found decides",
     )
-    p.add_argument("--force", action="store_true", help="replace an existing output")
-    p.add_argument(
-        "--dry-run", action="store_true", help="check and plan everything, print the output's name, write nothing"
-    )
-    p.add_argument(
-        "--validate",
-        action="store_true",
-        help="say everything that headers and small files show to be wrong, or what would be written; write nothing",
-    )
-    p.add_argument(
+    group.add_argument("--force", action="store_true", help="replace an existing output")
+    group.add_argument(
         "--mmproj",
         action="store_true",
         help="write the vision part (mmproj-NAME.gguf) instead of the text model; types: f32, f16, bf16, q8_0, auto",
     )
-    p.add_argument("--vocab-only", action="store_true", help="write keys and vocabulary without tensors")
-    p.add_argument("--model-name", metavar="NAME", help="general.name (default: from the model card or the folder)")
-    p.add_argument(
+    group.add_argument("--vocab-only", action="store_true", help="write keys and vocabulary without tensors")
+    group.add_argument("--model-name", metavar="NAME", help="general.name (default: from the model card or the folder)")
+    group.add_argument(
         "--metadata", metavar="FILE", type=file_path, help="JSON file of general.* keys that override what is found"
     )
-    _add_remote(p.add_argument_group("models on the Hugging Face hub (HF_ENDPOINT and HF_TOKEN are honoured)"))
-    _add_writing(p.add_argument_group("writing"))
-    _add_split(p.add_argument_group("splitting the output"))
-    p.add_argument("--print-supported-models", action="store_true", help="list the supported architectures and exit")
-    p.add_argument("--verbose", action="store_true", help="print a line per tensor")
-    return p
 
 
-def _add_remote(group: argparse._ArgumentGroup) -> None:
+def _add_checks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--remote", action="store_true", help="MODEL is ORG/NAME; its shards are read in parts and not kept"
-    )
-    group.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: main)")
-
-
-def _add_writing(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--restart",
+        "--validate",
         action="store_true",
-        help="throw away what an interrupted run has left; without it the same command continues",
+        help="say everything that headers and small files show to be wrong, or what would be written; write nothing",
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="check and plan everything, print the output's name, write nothing"
     )
     group.add_argument(
         "--verify", action="store_true", help="then compare every byte with the source and print digests (SHA-256)"
@@ -107,11 +101,30 @@ def _add_writing(group: argparse._ArgumentGroup) -> None:
         "--verify-only", action="store_true", help="compare an existing output with the source, write nothing"
     )
     group.add_argument(
+        "--print-supported-models", action="store_true", help="list the supported architectures and exit"
+    )
+
+
+def _add_running(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--restart",
+        action="store_true",
+        help="throw away what an interrupted run has left; without it the same command continues",
+    )
+    group.add_argument(
         "--threads",
         metavar="N",
         type=positive,
         help="threads that make and write tensors (default: processors + 1, with --remote 16)",
     )
+    group.add_argument("--verbose", action="store_true", help="print a line per tensor")
+
+
+def _add_remote(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--remote", action="store_true", help="MODEL is ORG/NAME; its shards are read in parts and not kept"
+    )
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: main)")
 
 
 def _add_split(group: argparse._ArgumentGroup) -> None:
@@ -291,7 +304,9 @@ def _report(findings: Findings) -> int:
         print(f"error: {problem}", file=sys.stderr)
     if findings.problems:
         rest = len(findings.problems) - _SHOWN_PROBLEMS
-        print(f"{len(findings.problems)} problems" + (f", {rest} not shown" if rest > 0 else ""), file=sys.stderr)
+        count = len(findings.problems)
+        what = f"{count} problem" + ("s" if count > 1 else "")
+        print(what + (f", {rest} not shown" if rest > 0 else ""), file=sys.stderr)
         return 1
     n_tensors = sum(count for count, _ in findings.types.values())
     print(f"{findings.path}: {findings.size} bytes, {n_tensors} tensors")
@@ -350,9 +365,10 @@ class _Progress:
             return
         self.drawn = now
         rate = (done - self.first) / max(now - self.start, 1e-9)
-        left = (total - done) / max(rate, 1.0)
-        share = f"{100 * done / total:3.0f} %  {done / 1e9:.2f} of {total / 1e9:.2f} GB"
-        text = f"{share}  {rate / 1e6:.0f} MB/s  {left:.0f} s left  {name}"
+        text = f"{100 * done / total:3.0f} %  {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+        if rate > 0:
+            text += f"  {rate / 1e6:.0f} MB/s  {_duration((total - done) / rate)} left"
+        text = f"{text}  {name}"[: _terminal_width() - 1]  # a line that wraps cannot be drawn over
         sys.stderr.write(f"\r{text:{self.width}}")
         sys.stderr.flush()
         self.width = len(text)
@@ -362,3 +378,19 @@ class _Progress:
             sys.stderr.write("\r" + " " * self.width + "\r")
             sys.stderr.flush()
             self.width = 0
+
+
+def _terminal_width() -> int:
+    """Columns of standard error."""
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals do not know
+    return 80
+
+
+def _duration(seconds: float) -> str:
+    """15620 -> `4 h 20 min`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minute} min"
+    return f"{minute} min {second} s" if minute else f"{second} s"

@@ -183,9 +183,11 @@ class Config:
         """A required list of layer numbers, counted from 1 in the file and from 0 in the result."""
         value = self._required(field)
         if not isinstance(value, list) or not all(
-            isinstance(item, int) and not isinstance(item, bool) and 1 <= item <= n_layers for item in value
+            isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value
         ):
             raise self.wrong(field, f"a list of layer numbers from 1 to {n_layers}")
+        if max(value, default=0) > n_layers:
+            self.refuse(field, f"a list of layer numbers from 1 to {n_layers}")
         if len(set(value)) != len(value):
             raise self.wrong(field, "each layer once")
         return [item - 1 for item in value]

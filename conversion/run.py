@@ -222,6 +222,7 @@ def _finish(request: Request, plan: Plan, path: Path, checkpoint: Checkpoint | N
         "tensor_types": " ".join(request.tensor_types),
         "vocab_only": str(request.vocab_only),
         "mmproj": str(request.mmproj),
+        c.KEY_NAME: str(plan.fields[c.KEY_NAME][-1]) if c.KEY_NAME in plan.fields else "",
         **_file_facts(request),
     }
     facts |= _shard_facts(checkpoint)

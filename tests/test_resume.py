@@ -428,7 +428,7 @@ def edit_config(model: Path) -> None:
         (lambda model: (model / "README.md").write_text("---\nlicense: mit\n---\n"), {}, r"README\.md is new"),
         (lambda model: (model / "generation_config.json").unlink(missing_ok=True), {"outtype": "f32"}, "outtype was"),
         (lambda model: None, {"outtype": "q8_0"}, "outtype was auto, is q8_0"),
-        (lambda model: None, {"model_name": "other"}, "plan was"),
+        (lambda model: None, {"model_name": "other"}, r"general\.name was Model, is other\. Use"),
     ],
 )
 def test_a_changed_source_or_option_is_named(

@@ -111,6 +111,11 @@ def test_what_depends_on_a_wrong_field_is_no_problem_of_its_own(tmp_path: Path) 
         'vocab_size is "512", expected a whole number of at least 1',
         "linear_attn_config.kda_layers is missing",
     ]
+    config = json.loads((tiny.write_checkpoint(tmp_path / "other") / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 0
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    (problem,) = problems(tmp_path / "other")
+    assert problem.endswith("num_hidden_layers is 0, expected a whole number of at least 1")
 
 
 def test_shards_are_checked_without_a_configuration(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ TYPE_MMPROJ = "mmproj"
 
 # --- keys -----------------------------------------------------------------------------------------------------------
 KEY_ARCHITECTURE = "general.architecture"
+KEY_NAME = "general.name"
 KEY_TYPE = "general.type"
 KEY_FILE_TYPE = "general.file_type"
 KEY_ALIGNMENT = "general.alignment"

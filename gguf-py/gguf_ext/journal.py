@@ -25,6 +25,7 @@ from zlib import crc32
 from .errors import GGUFError
 
 SUFFIX = ".journal"
+PLAN = "plan"  # the fact that sums up all that is planned
 
 Facts = Mapping[str, str]  # "outtype", "shard model-00001-of-00002.safetensors", ... -> its value or fingerprint
 
@@ -72,14 +73,17 @@ class Journal:
         return self.records[-1].end if self.records else 0
 
     def differences(self, facts: Facts) -> list[str]:
-        """What is not as it was when the journal was begun, in words."""
+        """What is not as it was when the journal was begun, in words. The digest of the plan changes with whatever
+        else does, and is named where nothing else has changed."""
         before = self.facts or {}
-        changed = [name for name in facts if name in before and before[name] != facts[name]]
-        return (
-            [f"{name} was {before[name]}, is {facts[name]}" for name in changed]
-            + [f"{name} is new" for name in facts if name not in before]
-            + [f"{name} is gone" for name in before if name not in facts]
-        )
+        found = {name: f"{name} is new" for name in facts if name not in before}
+        found |= {name: f"{name} is gone" for name in before if name not in facts}
+        for name in facts.keys() & before.keys():
+            if before[name] != facts[name]:
+                found[name] = f"{name} was {before[name] or 'not given'}, is {facts[name] or 'not given'}"
+        if len(found) > 1:
+            found.pop(PLAN, None)
+        return [found[name] for name in sorted(found)]
 
     def begin(self, facts: Facts) -> None:
         """Start over with these facts."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from . import constants as c
 from .constants import GGUFValueType
 from .errors import GGUFError
-from .journal import Facts
+from .journal import PLAN, Facts
 from .plan import Plan, PlannedTensor
 from .writer import Confirm, Output, Progress, check_space, check_target
 
@@ -97,7 +97,7 @@ class OutputSet:
         parts = split(plan, limits)
         if len(parts) == 1 and limits:
             log.warning("%s is within the limits of the split and is written as one file", path)
-        facts = {**facts, "plan": plan.digest()[:16]}
+        facts = {**facts, PLAN: plan.digest()[:16]}
         self.path = path
         self.outputs = [Output(parts[0], path, facts)]
         if len(parts) > 1:
