@@ -58,6 +58,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--outtype",
         metavar="TYPE",
+        type=str.lower,
         choices=(*OUTTYPES, AUTO),
         default=AUTO,
         help=f"type of the matrices: {', '.join(OUTTYPES)}; or auto, the checkpoint's 16-bit type (default); packed "
@@ -85,7 +86,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_checks(group: argparse._ArgumentGroup) -> None:
+def _add_checks(all_checks: argparse._ArgumentGroup) -> None:
+    group = all_checks.add_mutually_exclusive_group()
     group.add_argument(
         "--validate",
         action="store_true",
@@ -100,7 +102,7 @@ def _add_checks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--verify-only", action="store_true", help="compare an existing output with the source, write nothing"
     )
-    group.add_argument(
+    all_checks.add_argument(
         "--print-supported-models", action="store_true", help="list the supported architectures and exit"
     )
 

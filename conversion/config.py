@@ -45,17 +45,25 @@ class Width:
         return tuple(dict.fromkeys(_FIELD.findall(self.source)))
 
 
+def read_bytes(path: Path) -> bytes:
+    """What is in a file.
+
+    Raises:
+        ConversionError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
         ConversionError: the file is missing, not JSON, not an object, or names a key twice.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ConversionError(f"{path} cannot be read: {error.strerror}") from None
-    return parse_json(text, str(path))
+    return parse_json(read_bytes(path), str(path))
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:

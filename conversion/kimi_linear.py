@@ -157,6 +157,7 @@ class KimiLinear(Converter):
         config.must_be("moe_layer_freq", 1, absent=True)
         config.must_be("num_expert_group", 1, absent=True)
         config.must_be("topk_group", 1, absent=True)
+        # Kimi-Linear's configuration has none: with one group the published router knows this method only.
         config.must_be("topk_method", "noaux_tc", absent=True)
         config.must_be("num_nextn_predict_layers", 0, absent=True)
         config.must_be_absent("rope_scaling", "these models have no rotary embedding to scale")

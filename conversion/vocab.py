@@ -18,7 +18,7 @@ from gguf_ext import Plan
 from gguf_ext import constants as c
 from gguf_ext.constants import GGUFValueType, TokenType
 
-from .config import Config, read_json
+from .config import Config, read_bytes, read_json
 from .errors import ConversionError
 from .headers import LFS_POINTER_PROBLEM, is_lfs_pointer
 
@@ -143,7 +143,7 @@ def read_ranks(path: Path) -> list[bytes]:
         hint = f" ({other.name} is there, but its merges are not the model's ranks)" if other.is_file() else ""
         raise ConversionError(f"{path} is missing{hint}")
     ranks: dict[bytes, int] = {}
-    content = path.read_bytes()
+    content = read_bytes(path)
     if is_lfs_pointer(content):
         raise ConversionError(f"{path} {LFS_POINTER_PROBLEM}")
     for number, line in enumerate(content.splitlines(), start=1):
@@ -218,7 +218,7 @@ def read_chat_templates(folder: Path) -> tuple[str | None, dict[str, str]]:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
         try:
-            return jinja.read_text(encoding="utf-8"), {}
+            return read_bytes(jinja).decode("utf-8").replace("\r\n", "\n"), {}
         except UnicodeDecodeError as error:
             raise ConversionError(f"{jinja} is not UTF-8: {error.reason}") from None
     for path in (folder / "chat_template.json", folder / CONFIG_NAME):

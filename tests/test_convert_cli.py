@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pty
 import re
@@ -112,6 +113,8 @@ def test_cli_errors_are_one_sentence(
         ["x", "--only-split", "0"],
         ["x", "--threads", "-1"],
         ["x", "--forc"],
+        ["x", "--dry-run", "--verify"],
+        ["x", "--validate", "--verify-only"],
     ],
 )
 def test_cli_wrong_arguments_are_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +122,28 @@ def test_cli_wrong_arguments_are_usage_errors(arguments: list[str], capsys: pyte
         conversion.cli_main(arguments)
     assert caught.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+def test_cli_types_in_either_case(tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert conversion.cli_main([str(tiny_checkpoint("kl")), "--outtype", "Q8_0", "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("-Q8_0.gguf\n")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja"])
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    folder = tiny.write_checkpoint(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    read = Path.read_bytes
+
+    def denied(path: Path) -> bytes:
+        if path.name == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(conversion.ConversionError) as caught:
+        conversion.convert(folder, tmp_path / "x.gguf")
+    assert str(caught.value) == f"{folder / file} cannot be read: Permission denied"
 
 
 def test_cli_lists_what_is_supported(capsys: pytest.CaptureFixture[str]) -> None:

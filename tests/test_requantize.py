@@ -316,7 +316,7 @@ def test_another_request_does_not_continue_an_unfinished_file(
     for options, message in [
         ({"outtype": "q5_k_m"}, "outtype was q4_k_m, is q5_k_m"),
         ({"imatrix": tmp_path / "im.gguf"}, "imatrix was none"),
-        ({"tensor_types": ["attn_q=q8_0"]}, "tensor_types was , is attn_q=q8_0"),
+        ({"tensor_types": ["attn_q=q8_0"]}, "tensor_types was not given, is attn_q=q8_0"),
     ]:
         with pytest.raises(GGUFError, match=message):
             requantize(k3, out, **{"outtype": "q4_k_m", **options})
