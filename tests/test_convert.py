@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -28,6 +29,8 @@ from gguf_ext.constants import GGMLQuantizationType as T
 from gguf_ext.metadata import Metadata
 from tiny_files import Checkpoint as HfCheckpoint
 from tiny_files import HfTensor, write_json
+
+SCRIPT = Path(__file__).parent.parent / "convert_hf_to_gguf.py"
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 
@@ -368,6 +371,7 @@ def test_metadata_sources(tmp_path: Path) -> None:
         ("metadata.json", '{"general.nmae": "x"}', "'general.nmae' is not a key that can be set"),
         ("metadata.json", '{"general.name": 5}', "general.name: the value is not STRING"),
         ("model/README.md", "---\na: [\n---\n", "README.md: the front matter is not valid YAML"),
+        ("model/README.md", "---\nlicense: [1, 2]\n---\n", "README.md: a value is not of the kind expected there"),
         ("model/generation_config.json", "{", "generation_config.json is not valid JSON"),
         ("model/generation_config.json", '{"top_k": "many"}', "general.sampling.top_k: the value is not INT32"),
     ],
@@ -379,6 +383,32 @@ def test_metadata_faults(tmp_path: Path, file: str, content: str | None, message
     overrides = tmp_path / "metadata.json" if file == "metadata.json" else None
     with pytest.raises(ValueError, match=message):
         conversion.convert(folder, tmp_path / "x.gguf", metadata=overrides)
+
+
+def test_names_that_would_play_with_a_terminal_are_no_file_names(tmp_path: Path) -> None:
+    folder = tiny.write_checkpoint(tmp_path / "model")
+    (folder / "README.md").write_text('---\nname: "../a\\x1b[2J\\nb"\n---\n')
+    path = conversion.convert(folder, dry_run=True)
+    assert path.parent == folder and path.name.startswith("..-a-[2J-b-")
+
+
+def test_folders_whose_names_are_no_text(tmp_path: Path) -> None:
+    folder = tiny.write_checkpoint(tmp_path / os.fsdecode(b"Kimi \xff\xfe"))
+    with GGUFReader(conversion.convert(folder, vocab_only=True)) as reader:
+        assert reader.fields["general.name"] == "Kimi \ufffd\ufffd"
+
+
+def test_file_names_that_the_system_cannot_spell(tmp_path: Path) -> None:
+    """Where the locale is switched off, file names are ASCII; files' contents are UTF-8 nevertheless."""
+    folder = tiny.write_checkpoint(tmp_path / "Kimi-\u6708")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    (folder / "README.md").write_text("---\nname: Kimi \u6708\n---\n", encoding="utf-8")
+    command = [sys.executable, SCRIPT, folder, "--vocab-only"]
+    subprocess.run(command, env=environment, check=True)
+    (path,) = folder.glob("Kimi---*vocab.gguf")
+    with GGUFReader(path) as reader:
+        assert reader.fields["general.name"] == "Kimi \u6708"
 
 
 def test_vocab_only(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ values of `generation_config.json`, a JSON file of overrides, an explicit name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,18 +47,15 @@ class Metadata:
         folder = folder.resolve()  # its name matters, also when given as "."
         given = _read_object(overrides) if overrides is not None else {}
         counts = _parameter_counts(tensors)
-        try:
+        with _named(folder / MODEL_CARD, overrides):
             self.values = gguf.Metadata.load(overrides, folder, model_name, counts[0])
-        except (yaml.YAMLError, RecursionError) as error:
-            raise GGUFError(f"{folder / MODEL_CARD}: the front matter is not valid YAML: {error}") from None
-        except UnicodeDecodeError as error:
-            raise GGUFError(f"{folder / MODEL_CARD} is not UTF-8: {error.reason}") from None
         self._add_repetition_penalty(folder, given)
         if not self.values.name:
             self.values.name = folder.name
         if self.values.size_label is None and counts[0] > 0:
             self.values.size_label = gguf.size_label(*counts)
-        self.fields = self._collect(architecture)
+        with _named(folder / MODEL_CARD, overrides):
+            self.fields = self._collect(architecture)
         for key, value in given.items():
             if key in _LISTS_OF_MODELS or (key == "general.name" and model_name is not None):
                 continue
@@ -67,7 +66,8 @@ class Metadata:
         """Add the keys in file order, `general.architecture` and `general.type` first."""
         for key, field in self.fields.items():
             element = GGUFValueType.STRING if field.type == GGUFValueType.ARRAY else None
-            plan.add_field(key, field.value, field.type, element)
+            value = _text(field.value) if isinstance(field.value, str) else field.value
+            plan.add_field(key, value, field.type, element)
 
     def file_name(self, file_type: str | None) -> str:
         """`NAME-SIZE-FINETUNE-VERSION-TYPE.gguf`; without a file type the name of a vocabulary. A vision part is named
@@ -84,6 +84,7 @@ class Metadata:
             file_type,
             "vocab" if vocabulary else None,
         )
+        name = "".join(character if _can_be_in_a_name(character) else "-" for character in name)
         return f"{TYPE_MMPROJ}-{name}.gguf" if is_part else f"{name}.gguf"
 
     def _add_repetition_penalty(self, folder: Path, given: dict[str, Any]) -> None:
@@ -98,6 +99,36 @@ class Metadata:
         writer.add_type(self.kind)
         self.values.set_gguf_meta_model(writer)
         return writer.kv_data[0]
+
+
+@contextmanager
+def _named(card: Path, overrides: Path | None) -> Iterator[None]:
+    """Errors of the library, which takes it for granted that values are of the kind they should be, name the files."""
+    try:
+        yield
+    except (yaml.YAMLError, RecursionError) as error:
+        raise GGUFError(f"{card}: the front matter is not valid YAML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise GGUFError(f"{card} is not UTF-8: {error.reason}") from None
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        where = f"{card}" if overrides is None else f"{card} or {overrides}"
+        raise GGUFError(f"{where}: a value is not of the kind expected there: {error}") from None
+
+
+def _text(value: str) -> str:
+    """A name of the file system, whose bytes need not be text, as text."""
+    with suppress(UnicodeEncodeError):  # of what is no such name
+        return os.fsencode(value).decode("utf-8", "replace") if not value.isprintable() else value
+    return value
+
+
+def _can_be_in_a_name(character: str) -> bool:
+    """Of a file: it does nothing to a terminal, and this system can spell it."""
+    try:
+        os.fsencode(character)
+    except UnicodeEncodeError:
+        return False
+    return character.isprintable()
 
 
 def fill_template(name: str, file_type: str) -> str:
