@@ -21,7 +21,7 @@ from . import buffers
 from .constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from .errors import GGUFError
 
-ABI_VERSION = 2  # DELTA_ABI_VERSION of deltallama.h
+ABI_VERSION = 3  # DELTA_ABI_VERSION of deltallama.h
 _NUMERIC = 9  # DELTA_NUMERIC
 _VARIABLE = "DELTALLAMA_LIBRARY"
 _FILE = "libdeltallama.dylib" if sys.platform == "darwin" else "libdeltallama.so"
