@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "backend/backend.h"
@@ -13,6 +15,10 @@
 #include "runtime/input_stats.h"
 
 namespace delta {
+
+// Identifies the weights well enough to refuse a state saved with others: keys of these prefixes, and the first and last
+// bytes of every tensor. Hashing all of a 1.5 TB file would take longer than answering.
+uint64_t fingerprint_of(const GgufSet& file, std::span<const std::string_view> prefixes);
 
 struct Model {
     // Opens, checks, plans; with `allocate` also takes memory. Throws Error.

@@ -1,6 +1,7 @@
 #include "runtime/vision.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 
@@ -51,6 +52,8 @@ std::unique_ptr<Vision> Vision::open(const std::string& path, Model& model, cons
     for (Weight& w : v->bound_.weights) {
         model.backend->bind_weight(w);
     }
+    constexpr std::array<std::string_view, 2> kKeys = {"clip.", "deltallama.vision."};
+    v->fingerprint_ = fingerprint_of(*v->file_, kKeys);
     const int32_t square = v->bound_.hparams.merge * v->bound_.hparams.merge;
     const Needs needs = v->needs(v->max_patches_, std::max(v->max_patches_ / square, 1));
     v->bytes_most_ = needs.plan.bytes + needs.workspace_bytes;
@@ -156,6 +159,7 @@ delta_vision_info Vision::info() const {
     info.weight_bytes = bound_.weight_bytes;
     info.bytes_now = bytes_now_.load();
     info.bytes_most = bytes_most_;
+    info.fingerprint = fingerprint_;
     return info;
 }
 

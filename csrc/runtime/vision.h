@@ -39,6 +39,7 @@ class Vision {
     BoundVision bound_;
     int32_t max_patches_ = 0;
     uint64_t bytes_most_ = 0;
+    uint64_t fingerprint_ = 0;
     std::atomic<uint64_t> bytes_now_{0};
     std::unique_ptr<Buffer> arena_;
     std::unique_ptr<Buffer> workspace_;
