@@ -32,6 +32,7 @@ from quant_rows import (
     row_bytes,
     vector,
 )
+from random_blocks import HALVES
 
 PLAIN = [Type.F32, Type.F16, Type.BF16]
 # Encodings that follow from a rule; the package has the same.
@@ -44,25 +45,6 @@ READ_ONLY = [
 ]
 ENCODED = [*DEFINED, *SEARCHED]
 TYPES = [*ENCODED, *READ_ONLY]
-
-# Bytes of a block that hold an f16: its scale, and what else there is.
-HALVES = {
-    Type.Q4_0: [0],
-    Type.Q4_1: [0, 2],
-    Type.Q5_0: [0],
-    Type.Q5_1: [0, 2],
-    Type.Q8_0: [0],
-    Type.Q2_K: [80, 82],
-    Type.Q3_K: [108],
-    Type.Q4_K: [0, 2],
-    Type.Q5_K: [0, 2],
-    Type.Q6_K: [208],
-    Type.TQ1_0: [52],
-    Type.TQ2_0: [64],
-    **{kind: [0] for kind in (Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ1_S)},
-    Type.IQ4_NL: [0],
-    Type.IQ4_XS: [0],
-}
 
 
 def name_of(value: Any) -> str | None:
