@@ -1,5 +1,7 @@
 """Every entry of every CPU kernel table: the instruction sets of this processor and the portable kernels at each width.
 
+Or those of another processor under an emulator: kernels.py says how.
+
 Each result is compared with float64 numpy, at sizes that are multiples of nothing and at extremes; the generic table is
 one of those compared, so that any two tables agree.
 """
@@ -9,23 +11,23 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from typing import Any
 
 import numpy as np
 import pytest
-from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
 
+import kernels
 import native
 import reference as ref
 from op_runner import F32, Type, Weight, nmse, run
+from random_blocks import TYPES, random_rows
 from reference import vision
 
 if not native.has_test_api():
     pytest.skip("the library was built without its test interface", allow_module_level=True)
 
 FFI, LIB = native.load()
-ISAS = FFI.string(LIB.delta_test_isas()).decode().split()
+ISAS = kernels.isas()
 INPUT_F32, INPUT_I16, INPUT_I8 = range(3)
 BLOCK, KEY_BLOCK, CHUNK, LANES = 32, 64, 16, 16
 F16, BF16, Q8_0, MXFP4 = int(Type.F16), int(Type.BF16), int(Type.Q8_0), int(Type.MXFP4)
@@ -51,27 +53,12 @@ def call(
     input_: int = INPUT_F32,
 ) -> list[np.ndarray]:
     """Calls one kernel on copies of `outputs`, which it may read, and returns them; fails if it wrote past one."""
-    case = FFI.new("delta_test_kernel_call *")
-    case.size = FFI.sizeof("delta_test_kernel_call")
-    keep: list[Any] = [FFI.new("char[]", isa.encode()), FFI.new("char[]", kernel.encode())]
-    case.isa, case.kernel = keep
-    case.type, case.input = type_, input_
-    for i, array in enumerate(inputs):
-        assert array.flags.c_contiguous
-        keep.append(FFI.from_buffer(array))
-        case.inputs[i] = keep[-1]
     guarded = []
-    for i, array in enumerate(outputs):
+    for array in outputs:
         memory = np.full(array.nbytes + GUARD, 0xA5, np.uint8)
         memory[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         guarded.append(memory)
-        keep.append(FFI.from_buffer(memory))
-        case.outputs[i] = keep[-1]
-    for i, size in enumerate(sizes):
-        case.sizes[i] = size
-    for i, number in enumerate(params):
-        case.params[i] = number
-    native.check(LIB.delta_test_kernel(case))
+    kernels.call(isa, kernel, inputs, guarded, sizes, params, type_, input_)
     for array, memory in zip(outputs, guarded, strict=True):
         assert (memory[array.nbytes :] == 0xA5).all(), f"{kernel} of {isa} wrote past its output"
     return [m[: a.nbytes].view(a.dtype).reshape(a.shape) for a, m in zip(outputs, guarded, strict=True)]
@@ -107,35 +94,20 @@ def ulps(found: np.ndarray, expected: np.ndarray) -> float:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-# Types of small integers: where their float16 scales lie in a block.
-HALVES = {
-    Type.Q4_0: [0], Type.Q4_1: [0, 2], Type.Q5_0: [0], Type.Q5_1: [0, 2], Type.Q8_0: [0], Type.Q2_K: [80, 82],
-    Type.Q3_K: [108], Type.Q4_K: [0, 2], Type.Q5_K: [0, 2], Type.Q6_K: [208], Type.IQ4_NL: [0], Type.IQ4_XS: [0],
-    Type.MXFP4: [],
-}  # fmt: skip
+# Types of small integers, which have kernels of their own.
+INTEGERS = [
+    *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K),
+    *(Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4),
+]
 
 
 def encoded(rng: np.random.Generator, type_: int, n_w: int, n: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Rows of bytes that begin at an odd address, where the type allows, their values, and bytes per row.
-
-    Blocks of integers are random bytes but for their scales, so that every code occurs.
-    """
-    if type_ in (F32, F16, BF16):
-        weight = Weight.encode(normal(rng, n_w, n), type_)
-        data, values = weight.data, weight.values
-    else:
-        columns, size = GGML_QUANT_SIZES[Type(type_)]
-        blocks = rng.integers(0, 256, (n_w * n // columns, size), np.uint8)
-        for at in HALVES[Type(type_)]:
-            blocks[:, at : at + 2] = normal(rng, len(blocks), scale=0.1).astype(np.float16)[:, None].view(np.uint8)
-        if type_ == MXFP4:
-            blocks[:, 0] = rng.integers(110, 140, len(blocks))
-        data = blocks.reshape(-1)
-        values = quants.dequantize(blocks, Type(type_)).astype(np.float64).reshape(n_w, n)
+    """Rows of bytes that begin at an odd address, where the type allows, their values, and bytes per row."""
+    raw, values = random_rows(rng, Type(type_), (n_w, n), 0.5)
     shift = 0 if type_ == F32 else 1
-    memory = np.zeros(len(data) + shift, np.uint8)
-    memory[shift:] = data
-    return memory[shift:], values, len(data) // n_w
+    memory = np.zeros(raw.size + shift, np.uint8)
+    memory[shift:] = raw.reshape(-1)
+    return memory[shift:], wide(values), raw.shape[1]
 
 
 def input_rows(isa: str, x: np.ndarray, input_: int) -> tuple[np.ndarray, np.ndarray]:
@@ -159,7 +131,7 @@ def dot(isa: str, w: np.ndarray, n_w: int, row_bytes: int, x: np.ndarray, n: int
     return call(isa, "dot", [w, x], [nans(len(x), n_w)], sizes, type_=type_)[0]
 
 
-PRODUCTS = [(t, INPUT_F32) for t in (F32, F16, BF16)] + [(int(t), i) for t in HALVES for i in (INPUT_I16, INPUT_I8)]
+PRODUCTS = [(t, INPUT_F32) for t in (F32, F16, BF16)] + [(int(t), i) for t in INTEGERS for i in (INPUT_I16, INPUT_I8)]
 
 
 # Rows: fewer and more than a panel has; inputs: few, and enough for panels; columns: several panels and a rest.
@@ -174,7 +146,7 @@ def test_dot(isa: str, rng: np.random.Generator, type_: int, input_: int, n_w: i
     assert off(out, x_values @ values.T, np.abs(x_values) @ np.abs(values).T) < BOUND
 
 
-@pytest.mark.parametrize("type_", [int(t) for t in HALVES if GGML_QUANT_SIZES[t][0] == BLOCK])
+@pytest.mark.parametrize("type_", [int(t) for t in INTEGERS if GGML_QUANT_SIZES[t][0] == BLOCK])
 @pytest.mark.parametrize("n", [32, 96, 544, 1056])
 def test_dot_of_any_number_of_blocks(isa: str, rng: np.random.Generator, type_: int, n: int) -> None:
     w, values, row_bytes = encoded(rng, type_, 5, n)
@@ -192,6 +164,29 @@ def test_dot_of_any_length(isa: str, rng: np.random.Generator, type_: int, n: in
         x, x_values = input_rows(isa, normal(rng, n_x, n), INPUT_F32)
         out = dot(isa, w, 6, row_bytes, x, n, type_)
         assert off(out, x_values @ values.reshape(6, n).T, np.abs(x_values) @ np.abs(values).reshape(6, n).T) < BOUND
+
+
+def odd_columns(kind: Type) -> list[int]:
+    block = GGML_QUANT_SIZES[kind][0]
+    return [1, 3, 17, 129, 1000] if block == 1 else [block, 3 * block, 7 * block, 33 * block]
+
+
+@pytest.mark.parametrize("isa", [name for name in kernels.here() if not name.startswith("width")])
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_every_type_at_odd_sizes(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, kind: Type, isa: str
+) -> None:
+    """The op `linear`, with kernels of the type or, where there are none, row by row decoded: few inputs and many."""
+    monkeypatch.setenv("DELTALLAMA_CPU", isa)
+    for n in odd_columns(kind):
+        for n_w in (1, 7, 37):
+            raw, values = random_rows(rng, kind, (n_w, n), 0.5)
+            weight = Weight(int(kind), raw.reshape(-1), wide(values))
+            for n_x in (1, 3, 8, 21):
+                inputs = normal(rng, n_x, n)
+                _, x = input_rows(isa, inputs, INPUT_I16 if kind in INTEGERS else INPUT_F32)
+                out = run("linear", [inputs], [weight], device="cpu-float", out_cols=n_w)
+                assert off(out, x @ values.T, np.abs(x) @ np.abs(values).T) < BOUND, (n_w, n_x, n)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -215,12 +210,21 @@ def test_dot_does_not_depend_on_its_neighbours(isa: str, rng: np.random.Generato
             assert np.array_equal(part, all_[start : start + inputs, first : first + rows])
 
 
-@pytest.mark.skipif("avx512" not in ISAS, reason="this processor has no AVX-512")
-@pytest.mark.parametrize("type_", [int(t) for t in HALVES])
-def test_wider_vectors_change_no_bit_of_an_integer_product(rng: np.random.Generator, type_: int) -> None:
+# What decides the bits of a product is whether a multiplication and an addition round once.
+FUSED = ["avx2", "avx512", "neon", "neon_dot", "neon_i8mm"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("type_", [F32, F16, BF16, *(int(t) for t in INTEGERS)])
+def test_no_instruction_set_changes_a_bit_of_a_product(rng: np.random.Generator, type_: int, fused: bool) -> None:
+    alike = [isa for isa in ISAS if (isa in FUSED) == fused]
+    if len(alike) < 2:
+        pytest.skip(f"no two of these to compare: {', '.join(ISAS)}")
     w, _, row_bytes = encoded(rng, type_, 35, 512)
-    x, _ = input_rows("avx2", normal(rng, 13, 512), INPUT_I16)
-    assert np.array_equal(*(dot(isa, w, 35, row_bytes, x, 512, type_) for isa in ("avx2", "avx512")))
+    for n_x in (1, 3, 13):
+        x, _ = input_rows(alike[0], normal(rng, n_x, 512), INPUT_F32 if type_ in (F32, F16, BF16) else INPUT_I16)
+        found = [dot(isa, w, 35, row_bytes, x, 512, type_) for isa in alike]
+        assert all(np.array_equal(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize("input_", [INPUT_I16, INPUT_I8])
@@ -270,6 +274,16 @@ def test_widen_of_any_length(isa: str, rng: np.random.Generator, type_: int, n: 
     memory, values, _ = encoded(rng, type_, 1, n)
     out = call(isa, "widen", [memory], [nans(n)], [n], type_=type_)[0]
     assert np.array_equal(out, values.reshape(-1).astype(np.float32))
+
+
+@pytest.mark.parametrize("n", [32, 96, 576])
+def test_widen_q8_0_is_exact(isa: str, rng: np.random.Generator, n: int) -> None:
+    memory, values, _ = encoded(rng, Q8_0, 1, n)
+    out = call(isa, "widen_q8_0", [memory], [nans(n)], [n])[0]
+    assert np.array_equal(out, values.reshape(-1).astype(np.float32))
+    memory[:2] = np.array([np.nan], np.float16).view(np.uint8)
+    out = call(isa, "widen_q8_0", [memory], [nans(n)], [n])[0]
+    assert np.isnan(out[:32]).all() and np.isfinite(out[32:]).all()
 
 
 def test_widen_of_all_halves(isa: str) -> None:
@@ -536,7 +550,7 @@ def test_every_entry_is_tested() -> None:
     assert [name for name in entries if f'"{name}"' not in text] == []
 
 
-@pytest.mark.parametrize("isa", [name for name in ISAS if not name.startswith("width")])
+@pytest.mark.parametrize("isa", [name for name in kernels.here() if not name.startswith("width")])
 def test_a_forced_isa_is_used_and_reported(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     monkeypatch.setenv("DELTALLAMA_CPU", isa)
     found = {}
@@ -557,7 +571,8 @@ def test_a_lacking_isa_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_isa_files_include_nothing_shared() -> None:
     folder = native.ROOT / "csrc" / "cpu"
-    allowed = re.compile(r'"cpu/(kernels\.h|simd\.h|kernels(_\w+)?\.inc)"|<(stddef|stdint|string|immintrin)\.h>')
+    ours, others = r'"cpu/(kernels\.h|simd\.h|kernels(_\w+)?\.inc)"', r"<(stddef|stdint|string|immintrin|arm_neon)\.h>"
+    allowed = re.compile(f"{ours}|{others}")
     files = [*folder.glob("kernels*"), folder / "simd.h"]
     assert len(files) > 5
     for path in files:

@@ -68,6 +68,8 @@ const char* delta_version(void) { return DELTALLAMA_VERSION; }
 const char* delta_build_info(void) {
 #if defined(__x86_64__)
     constexpr const char* isas = "generic, avx2, avx512";
+#elif defined(__aarch64__)
+    constexpr const char* isas = "generic, neon, neon_dot, neon_i8mm";
 #else
     constexpr const char* isas = "generic";
 #endif

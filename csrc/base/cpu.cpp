@@ -14,6 +14,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 #include "base/error.h"
@@ -39,6 +41,11 @@ CpuFeatures detect() {
     constexpr uint32_t kZmm = 0xe6;  // and mask registers, upper halves, upper 16 registers
     features.avx2 = fma && f16c && bit(ebx, 5) && (xcr0 & kYmm) == kYmm;
     features.avx512 = features.avx2 && bit(ebx, 16) && bit(ebx, 30) && bit(ebx, 31) && bit(ecx, 11) && (xcr0 & kZmm) == kZmm;
+#elif defined(__aarch64__)
+    // Bits of the kernel's interface: ASIMDDP of AT_HWCAP, I8MM of AT_HWCAP2.
+    features.neon = true;
+    features.neon_dot = (getauxval(AT_HWCAP) >> 20 & 1) != 0;
+    features.neon_i8mm = features.neon_dot && (getauxval(AT_HWCAP2) >> 13 & 1) != 0;
 #endif
     return features;
 }
@@ -55,6 +62,10 @@ std::vector<IsaRow> isas() {
 #if defined(__x86_64__)
     rows.push_back({Isa::Avx2, "avx2", cpu_features().avx2});
     rows.push_back({Isa::Avx512, "avx512", cpu_features().avx512});
+#elif defined(__aarch64__)
+    rows.push_back({Isa::Neon, "neon", cpu_features().neon});
+    rows.push_back({Isa::NeonDot, "neon_dot", cpu_features().neon_dot});
+    rows.push_back({Isa::NeonI8mm, "neon_i8mm", cpu_features().neon_i8mm});
 #endif
     return rows;
 }

@@ -11,10 +11,13 @@ namespace delta {
 struct CpuFeatures {
     bool avx2;    // AVX2, FMA, F16C
     bool avx512;  // F, BW, VL, VNNI
+    bool neon;
+    bool neon_dot;   // and FEAT_DotProd
+    bool neon_i8mm;  // and FEAT_I8MM
 };
 const CpuFeatures& cpu_features();
 
-enum class Isa { Generic, Avx2, Avx512 };
+enum class Isa { Generic, Avx2, Avx512, Neon, NeonDot, NeonI8mm };
 const char* isa_name(Isa isa);
 // The best this build has for this processor, or what DELTALLAMA_CPU names. Throws Error(UNSUPPORTED) if that is unknown to the
 // build or lacking in the processor.

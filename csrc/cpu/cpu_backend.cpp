@@ -14,15 +14,15 @@ CpuKernels choose_kernels() {
     CpuKernels kernels;
     kernels_init_generic(kernels);
     switch (choose_isa()) {
-        case Isa::Generic:
-            break;
 #if defined(__x86_64__)
         case Isa::Avx2: kernels_init_avx2(kernels); break;
         case Isa::Avx512: kernels_init_avx512(kernels); break;
-#else
-        case Isa::Avx2:
-        case Isa::Avx512: break;
+#elif defined(__aarch64__)
+        case Isa::Neon: kernels_init_neon(kernels); break;
+        case Isa::NeonDot: kernels_init_neon_dot(kernels); break;
+        case Isa::NeonI8mm: kernels_init_neon_i8mm(kernels); break;
 #endif
+        default: break;
     }
     return kernels;
 }

@@ -1,6 +1,7 @@
 // delta_test_kernel: the kernels of one table, one by one. Arrays are dense unless a comment says otherwise.
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "api/handles.h"
@@ -12,7 +13,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 18));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 19));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;
@@ -27,6 +28,13 @@ CpuKernels table(const std::string& isa) {
         kernels_init_avx2(k);
     } else if (isa == "avx512" && cpu_features().avx512) {
         kernels_init_avx512(k);
+#elif defined(__aarch64__)
+    } else if (isa == "neon" && cpu_features().neon) {
+        kernels_init_neon(k);
+    } else if (isa == "neon_dot" && cpu_features().neon_dot) {
+        kernels_init_neon_dot(k);
+    } else if (isa == "neon_i8mm" && cpu_features().neon_i8mm) {
+        kernels_init_neon_i8mm(k);
 #endif
     } else {
         throw Error(DELTA_UNSUPPORTED, "no kernels for " + isa);
@@ -163,6 +171,8 @@ void call_row(const CpuKernels& k, const std::string& name, const delta_test_ker
         *static_cast<double*>(c.outputs[0]) = k.wide_dot(static_cast<const double*>(c.inputs[0]), static_cast<const double*>(c.inputs[1]), n);
     } else if (name == "widen") {
         present(type_of(c) < kFloatTypes ? k.widen[type_of(c)] : nullptr, c)(static_cast<const uint8_t*>(c.inputs[0]), y, n);
+    } else if (name == "widen_q8_0") {
+        k.widen_q8_0(static_cast<const uint8_t*>(c.inputs[0]), y, n);
     } else if (name == "quantize") {
         present(c.input < kCpuInputs ? k.quantize[c.input] : nullptr, c)(
             a, n, static_cast<int16_t*>(c.outputs[0]), static_cast<float*>(c.outputs[1]), static_cast<float*>(c.outputs[2]));
@@ -201,12 +211,20 @@ void call_row(const CpuKernels& k, const std::string& name, const delta_test_ker
 }  // namespace delta
 
 extern "C" const char* delta_test_isas(void) {
-    const delta::CpuFeatures& has = delta::cpu_features();
-    return has.avx512 ? "generic width8 width16 avx2 avx512" : has.avx2 ? "generic width8 width16 avx2" : "generic width8 width16";
+    static const std::string names = [] {
+        const delta::CpuFeatures& has = delta::cpu_features();
+        std::string all = "generic width8 width16";
+        for (const auto& [present, name] : {std::pair(has.avx2, " avx2"), std::pair(has.avx512, " avx512"), std::pair(has.neon, " neon"),
+                                            std::pair(has.neon_dot, " neon_dot"), std::pair(has.neon_i8mm, " neon_i8mm")}) {
+            all += present ? name : "";
+        }
+        return all;
+    }();
+    return names.c_str();
 }
 
 extern "C" const char* delta_test_kernels(void) {
-    return "dot wide_dot widen quantize add mul_sigmoid sigmoid silu_mul situ_mul rms_norm gated_norm rms_dot weighted_sum conv gate_softplus "
+    return "dot wide_dot widen widen_q8_0 quantize add mul_sigmoid sigmoid silu_mul situ_mul rms_norm gated_norm rms_dot weighted_sum conv gate_softplus "
            "gate_bounded kda_prepare kda_scan attend attend_merge image_attend gelu_tanh";
 }
 

@@ -108,6 +108,7 @@ struct CpuKernels {
     DotFn dot[kCpuTypes];                                                                   // inputs as the type takes them
     double (*wide_dot)(const double* w, const double* x, int64_t n);                        // <w, x>
     void (*widen[kFloatTypes])(const uint8_t* src, float* dst, int64_t n);
+    void (*widen_q8_0)(const uint8_t* src, float* dst, int64_t n);                          // n: whole blocks
     // Rounds n values, whole blocks of kInputBlock; null for the float inputs. NaN and infinity make the scale of their block NaN.
     void (*quantize[kCpuInputs])(const float* x, int64_t n, int16_t* q, float* scales, float* sums);
 
@@ -140,6 +141,10 @@ void kernels_init_generic(CpuKernels& kernels);
 #if defined(__x86_64__)
 void kernels_init_avx2(CpuKernels& kernels);
 void kernels_init_avx512(CpuKernels& kernels);
+#elif defined(__aarch64__)
+void kernels_init_neon(CpuKernels& kernels);
+void kernels_init_neon_dot(CpuKernels& kernels);
+void kernels_init_neon_i8mm(CpuKernels& kernels);
 #endif
 // In the test library only: kernels.inc at other widths, on whatever the compiler's vector extensions make of them.
 void kernels_init_width8(CpuKernels& kernels);

@@ -7,6 +7,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(SIMD_NEON)  // not what the compiler may use anyway: the portable kernels stay what their source says
+#include <arm_neon.h>
 #endif
 
 namespace delta {
@@ -35,6 +37,22 @@ inline To bits(From x) {
 }
 
 inline Vec splat(float x) { return x - Vec{}; }
+
+#if defined(SIMD_NEON)
+// Two registers as one vector of twice their size, and the way back.
+template <class V>
+struct Two {
+    V low, high;
+};
+template <class To, class V>
+inline To join(V low, V high) {
+    return bits<To>(Two<V>{low, high});
+}
+template <class V, class From>
+inline Two<V> parts_of(From x) {
+    return bits<Two<V>>(x);
+}
+#endif
 
 template <class V = Vec>
 inline V load(const void* p) {
@@ -69,6 +87,8 @@ inline Vec fma(Vec a, Vec b, Vec c) {
     return bits<Vec>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
 #elif defined(__AVX512F__) && SIMD_WIDTH == 16
     return bits<Vec>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
+#elif defined(SIMD_NEON)
+    return bits<Vec>(vfmaq_f32(bits<float32x4_t>(c), bits<float32x4_t>(a), bits<float32x4_t>(b)));
 #else
     return a * b + c;
 #endif
@@ -99,6 +119,8 @@ inline DoubleHalf fma(DoubleHalf a, DoubleHalf b, DoubleHalf c) {
     return bits<DoubleHalf>(_mm256_fmadd_pd(bits<__m256d>(a), bits<__m256d>(b), bits<__m256d>(c)));
 #elif defined(__AVX512F__) && SIMD_WIDTH == 16
     return bits<DoubleHalf>(_mm512_fmadd_pd(bits<__m512d>(a), bits<__m512d>(b), bits<__m512d>(c)));
+#elif defined(SIMD_NEON)
+    return bits<DoubleHalf>(vfmaq_f64(bits<float64x2_t>(c), bits<float64x2_t>(a), bits<float64x2_t>(b)));
 #else
     return a * b + c;
 #endif
@@ -137,6 +159,8 @@ inline Vec magnitude(Vec x) { return bits<Vec>(bits<IVec>(x) & INT32_MAX); }
 inline float half_to_float(uint16_t h) {
 #if defined(__F16C__)
     return _cvtsh_ss(h);
+#elif defined(SIMD_NEON)
+    return static_cast<float>(bits<__fp16>(h));
 #else
     const uint32_t magnitude_bits = (h & 0x7fffU) << 13;
     // Scaling by 2^112 moves the exponent and normalises subnormals; infinity and NaN keep their all-ones exponent.
@@ -150,6 +174,8 @@ inline Vec half_to_float(HalfVec h) {
     return bits<Vec>(_mm256_cvtph_ps(bits<__m128i>(h)));
 #elif defined(__AVX512F__) && SIMD_WIDTH == 16
     return bits<Vec>(_mm512_cvtph_ps(bits<__m256i>(h)));
+#elif defined(SIMD_NEON)
+    return bits<Vec>(vcvt_f32_f16(bits<float16x4_t>(h)));
 #else
     const IVec wide = __builtin_convertvector(h, IVec);
     const IVec magnitude_bits = (wide & 0x7fff) << 13;

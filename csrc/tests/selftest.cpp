@@ -264,12 +264,17 @@ void test_pool_limits() {
 
 // -- cpu.h -----------------------------------------------------------------------------------------------------------------
 
-Isa best_isa() { return cpu_features().avx512 ? Isa::Avx512 : cpu_features().avx2 ? Isa::Avx2 : Isa::Generic; }
+Isa best_isa() {
+    const CpuFeatures& has = cpu_features();
+    return has.neon_i8mm ? Isa::NeonI8mm : has.neon_dot ? Isa::NeonDot : has.neon ? Isa::Neon : has.avx512 ? Isa::Avx512
+           : has.avx2    ? Isa::Avx2     : Isa::Generic;
+}
 
 void test_cpu() {
     CHECK(physical_cores() >= 1 && physical_cores() <= usable_cpus(), "%d of %d", physical_cores(), usable_cpus());
     CHECK(!processor_name().empty());
     CHECK(!cpu_features().avx512 || cpu_features().avx2);
+    CHECK(!cpu_features().neon_i8mm || cpu_features().neon_dot);
 
     unsetenv("DELTALLAMA_CPU");
     CHECK(choose_isa() == best_isa());
