@@ -73,7 +73,8 @@ class State:
     def __post_init__(self) -> None:
         inner = self.n_head * self.head_dim
         self.recurrent = np.zeros((self.n_slots, 3 * self.conv_rows * inner + inner * self.head_dim))
-        row = {F32: 4, int(Type.F16): 2, int(Type.BF16): 2}[self.cache_type] * self.latent_width
+        columns, size = GGML_QUANT_SIZES[Type(self.cache_type)]
+        row = self.latent_width // columns * size
         self.latent = np.zeros((self.n_slots, self.n_ctx, row), np.uint8)
 
     def conv(self, slot: int, stream: int) -> np.ndarray:

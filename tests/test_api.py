@@ -379,7 +379,7 @@ def test_plan_is_what_open_does(engine: Engine, path: Path) -> None:
     "field,value,words",
     [
         ("activations", 3, ["activations", "3"]),
-        ("cache_type", 8, ["cache_type", "8"]),
+        ("cache_type", 2, ["cache_type", "2", "Q8_0"]),
         ("n_batch", 2**31, ["n_batch"]),
         ("n_sessions", 2**31, ["n_sessions"]),
         ("n_threads", 2**31 - 1, ["thread", str(2**31 - 1)]),

@@ -118,7 +118,7 @@ def test_convert_is_the_converter(tiny_checkpoint: Callable[..., Path], tmp_path
         (["info", __file__], 1, "test_cli.py"),
         (["run", "MODEL", "Hi", "--effort", "medium"], 1, "low, high, max"),
         (["run", "MODEL", "Hi", "--temperature", "-1"], 1, "temperature"),
-        (["run", "MODEL", "Hi", "--cache-type", "q4"], 1, "f32, f16, bf16"),
+        (["run", "MODEL", "Hi", "--cache-type", "q4"], 1, "f32, f16, bf16, q8_0"),
         (["run", "MODEL", "--raw", ""], 1, "prompt is empty"),
         (["run", "MODEL", "Hi", "-c", "10"], 1, "n_ctx"),
         (["run", "MODEL", "Hi", "--device", "abacus"], 1, "abacus"),

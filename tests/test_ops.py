@@ -294,12 +294,13 @@ def test_gated_norm(device: str, rng: np.random.Generator, heads: int, dim: int)
     assert nmse(out, expected.reshape(4, -1)) < bound(device)
 
 
-CACHE_TYPES = [F32, int(Type.F16), int(Type.BF16)]
+Q8_0 = int(Type.Q8_0)
+CACHE_TYPES = [F32, int(Type.F16), int(Type.BF16), Q8_0]
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES, ids=type_name)
 def test_latent_append(device: str, rng: np.random.Generator, cache_type: int) -> None:
-    latent, rope = 40, 6
+    latent, rope = 58 if cache_type == Q8_0 else 40, 6  # Q8_0 takes whole blocks
     state = State(latent_width=latent + rope, n_ctx=12, cache_type=cache_type, n_slots=2)
     untouched = state.latent.copy()
     kv, w = normal(rng, 5, latent + rope), encode(rng, F32, latent)
@@ -309,16 +310,28 @@ def test_latent_append(device: str, rng: np.random.Generator, cache_type: int) -
     )  # fmt: skip
     x = kv.astype(np.float64)
     rows = np.concatenate([ref.rms_norm(x[:, :latent], w.values, np.float64(np.float32(1e-6))), x[:, latent:]], axis=1)
-    rounding = {F32: 1e-14, int(Type.F16): 1e-6, int(Type.BF16): 1e-4}[cache_type] + bound(device)
+    rounding = {F32: 1e-14, int(Type.F16): 1e-6, int(Type.BF16): 1e-4, Q8_0: 1e-4}[cache_type] + bound(device)
     assert nmse(state.latents(1)[4:7], rows[:3]) < rounding
     assert nmse(state.latents(0)[:2], rows[3:]) < rounding
+    if cache_type == Q8_0:
+        # Half a step of 1/127 of the block's largest value, and the rounding of the step to float16, 127 times.
+        largest = np.abs(rows).reshape(5, -1, 32).max(axis=2, keepdims=True)
+        found = np.concatenate([state.latents(1)[4:7], state.latents(0)[:2]])
+        errors = np.abs(found - rows).reshape(5, -1, 32) / largest
+        assert errors.max() <= (0.5 / 127 + 2**-11) * 1.0001
     assert np.array_equal(state.latent[1, :4], untouched[1, :4]) and np.array_equal(
         state.latent[0, 2:], untouched[0, 2:]
     )
 
 
-@pytest.mark.parametrize("cache_type", CACHE_TYPES, ids=type_name)
-@pytest.mark.parametrize("heads,latent,rope,nope", [(1, 8, 0, 4), (3, 40, 6, 10), (2, 512, 64, 128), (45, 20, 4, 6)])
+HEADS = [(1, 8, 0, 4), (3, 40, 6, 10), (2, 512, 64, 128), (45, 20, 4, 6)]  # heads, latent, rope, nope
+BLOCK_HEADS = [(1, 32, 0, 4), (3, 90, 6, 10), (2, 512, 64, 128), (45, 60, 4, 6)]  # latents of whole blocks of Q8_0
+
+
+@pytest.mark.parametrize(
+    "cache_type,heads,latent,rope,nope",
+    [(type_, *shape) for type_ in CACHE_TYPES for shape in (BLOCK_HEADS if type_ == Q8_0 else HEADS)],
+)
 @pytest.mark.parametrize("position,n", [(0, 1), (0, 70), (33, 1), (129, 19), (500, 2), (1000, 40)])
 def test_mla_attention(
     device: str,

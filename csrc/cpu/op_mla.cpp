@@ -241,8 +241,9 @@ class Attention {
         const size_t row_bytes = layout.latent_row_bytes();
         const uint8_t* cache = c_.step->state.latents(tile.seq->slot, p_.mla);
         const int64_t width = p_.latent + p_.rope;
-        // Vectors read whole rows of the cache. Others, and float16 where it takes long to decode, are copied.
-        const bool direct = width == pad_ && (type != kF16 || self_.kernels.fast_half);
+        // Vectors read whole rows of the cache. Others, and those that take long to decode, are copied.
+        const bool direct = width == pad_ && type < kFloatTypes && (type != kF16 || self_.kernels.fast_half);
+        const auto widen = type == kQ8_0 ? self_.kernels.widen_q8_0 : self_.kernels.widen[type];
         const AttendPart parts = part(first_part);
         std::fill_n(parts.y, int64_t{tile.n_queries()} * pad_, 0.0F);
         std::fill_n(parts.best, tile.n_queries(), -INFINITY);
@@ -257,7 +258,7 @@ class Attention {
             const int64_t n_keys = std::min<int64_t>(kKeyBlock, end - t);
             const uint8_t* rows = cache + static_cast<size_t>(t) * row_bytes;
             for (int64_t k = 0; k < n_keys && !direct; ++k) {
-                self_.kernels.widen[type](rows + static_cast<size_t>(k) * row_bytes, block + k * pad_, width);
+                widen(rows + static_cast<size_t>(k) * row_bytes, block + k * pad_, width);
             }
             // Rows that see all of these keys go together, others one by one: what a row does not see, not even a NaN, may reach it.
             for (int32_t row = 0; row < tile.n_rows;) {

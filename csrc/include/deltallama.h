@@ -88,7 +88,7 @@ typedef struct delta_model_params {
     uint32_t n_sessions;        /* slots; 0: 1 */
     uint32_t n_threads;         /* 0: physical cores */
     uint32_t activations;       /* delta_activations */
-    uint32_t cache_type;        /* type id of the latent cache: 0 F32, 1 F16, 30 BF16 */
+    uint32_t cache_type;        /* type id of the latent cache: 0 F32, 1 F16, 8 Q8_0, 30 BF16 */
     const char *device;         /* kind of device; null: "cpu" */
     uint64_t checkpoint_bytes;  /* budget for checkpoints of recurrent state, all sessions together; UINT64_MAX: 8 per session, at most 1 GiB */
     uint32_t checkpoint_every;  /* rows between checkpoints while a prompt is computed; 0: 512 */
@@ -223,7 +223,6 @@ typedef struct delta_vision_info {
     uint64_t weight_bytes;     /* of the mapped file */
     uint64_t bytes_now;        /* allocated: what the largest image so far needed */
     uint64_t bytes_most;       /* what an image of max_patches needs */
-    uint64_t fingerprint;      /* of the file: towers of equal fingerprints make equal rows of equal pixels */
 } delta_vision_info;
 
 typedef struct delta_stats {

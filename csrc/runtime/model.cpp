@@ -44,10 +44,16 @@ void resolve_params(delta_model_params& p, const Hparams& h) {
     p.checkpoint_every = p.checkpoint_every == 0 ? kDefaultCheckpointEvery : p.checkpoint_every;
 }
 
-const TypeInfo* cache_type(uint32_t id) {
+// The type of the latent cache, whose rows have `width` values.
+const TypeInfo* cache_type(uint32_t id, int32_t width) {
     const TypeInfo* type = find_type(id);
-    if (type == nullptr || type->block != 1) {
-        throw Error(DELTA_ARG, format("cache_type is %u, expected 0 (F32), 1 (F16) or 30 (BF16)", id));
+    const std::string_view name = type != nullptr ? type->name : "";
+    if (name != "F32" && name != "F16" && name != "BF16" && name != "Q8_0") {
+        throw Error(DELTA_ARG, format("cache_type is %u, expected 0 (F32), 1 (F16), 8 (Q8_0) or 30 (BF16)", id));
+    }
+    if (width % type->block != 0) {
+        throw Error(DELTA_UNSUPPORTED, format("cache_type is %u (%s), which takes whole blocks of %d values, but a latent of this model has %d",
+                                              id, type->name, type->block, width));
     }
     return type;
 }
@@ -75,13 +81,13 @@ int32_t special_token(const GgufSet& file, const char* key, int32_t n_vocab) {
     return static_cast<int32_t>(id);
 }
 
-}  // namespace
-
-uint64_t fingerprint_of(const GgufSet& file, std::span<const std::string_view> prefixes) {
+// Identifies the weights well enough to refuse a state saved with others: everything that shapes the state, and the first and last
+// bytes of every tensor. Hashing all of a 1.5 TB file would take longer than answering.
+uint64_t fingerprint_of(const GgufSet& file) {
     constexpr uint64_t kSample = 256;
     Checksum sum;
     for (const GgufValue& v : file.values()) {
-        if (std::any_of(prefixes.begin(), prefixes.end(), [&](std::string_view prefix) { return v.key.starts_with(prefix); })) {
+        if (v.key.substr(0, 5) == "kimi-") {
             sum.update(v.key.data(), v.key.size());
             sum.update(v.data, v.n_bytes);
         }
@@ -96,6 +102,8 @@ uint64_t fingerprint_of(const GgufSet& file, std::span<const std::string_view> p
     }
     return sum.digest();
 }
+
+}  // namespace
 
 std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_params& params, bool allocate) {
     auto m = std::make_unique<Model>();
@@ -128,7 +136,7 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
     m->params.n_threads = static_cast<uint32_t>(m->backend->n_threads());
     m->layout = m->bound.state;
     m->layout.n_ctx = static_cast<int32_t>(m->params.n_ctx);
-    m->layout.cache_type = cache_type(m->params.cache_type);
+    m->layout.cache_type = cache_type(m->params.cache_type, m->layout.latent_width);
     m->layout.value_type = m->backend->value_type();
     m->n_checkpoints = count_checkpoints(m->params, m->layout.recurrent_bytes());
 
@@ -161,8 +169,7 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
                 throw Error(DELTA_CANCELLED, format("%s: opening was cancelled", path.c_str()));
             }
         }
-        constexpr std::array<std::string_view, 1> kKeys = {"kimi-"};
-        m->fingerprint = fingerprint_of(*m->file, kKeys);
+        m->fingerprint = fingerprint_of(*m->file);
         const size_t n = m->params.n_sessions;
         m->recurrent = m->backend->allocate(n * m->layout.recurrent_bytes(), "recurrent state");
         m->latent = m->backend->allocate(n * m->layout.latent_bytes(), "latent cache");
