@@ -25,7 +25,7 @@ from .errors import (
     StateError,
     UnsupportedError,
 )
-from .handles import devices, plan
+from .handles import Features, devices, plan
 from .model import Llama, SyncResult, TopToken
 from .results import Completion, Delta, Reply, Stream, Usage
 from .sampling import SamplingOptions, default_options
@@ -42,6 +42,7 @@ __all__ = [
     "Delta",
     "DeltaError",
     "DeviceError",
+    "Features",
     "FileError",
     "FormatError",
     "InterfaceError",

@@ -53,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("model", metavar="MODEL", help="GGUF file (of a split file, the first part)")
     run.add_argument("prompt", metavar="PROMPT", help="text; - reads standard input")
     run.add_argument("--raw", action="store_true", help="continue the prompt as plain text instead")
+    run.add_argument("--mmproj", metavar="FILE", help="vision tower that belongs to the model")
+    run.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="picture before the prompt; repeatable"
+    )
+    run.add_argument("--image-min-tokens", type=int, metavar="N", help="enlarge pictures of fewer tokens")
+    run.add_argument("--image-max-tokens", type=int, metavar="N", help="shrink pictures of more tokens")
     run.add_argument("--system", metavar="TEXT", help="system message before the prompt")
     run.add_argument("--no-thinking", dest="thinking", action="store_false", help="answer without reasoning first")
     run.add_argument("--effort", default="max", help="how much to think: low, high, max (default: %(default)s)")
@@ -143,7 +149,15 @@ def _run(options: argparse.Namespace) -> None:
     prompt = _read_prompt() if options.prompt == "-" else options.prompt
     sampling = {name: getattr(options, name) for name in default_options()}
     sampling.update(seed=options.seed, stop=options.stop, max_tokens=options.max_tokens)
-    with Llama(options.model, **_model_options(options)) as llm:
+    if options.image and (options.raw or options.mmproj is None):
+        raise ArgumentError("--image needs --mmproj, and no --raw")
+    sees = {
+        "mmproj": options.mmproj,
+        "image_min_tokens": options.image_min_tokens,
+        "image_max_tokens": options.image_max_tokens,
+        "allow_local_images": True,  # those of the command line
+    }
+    with Llama(options.model, **_model_options(options), **sees) as llm:
         before = llm.stats["compute_ns"]
         result: Completion | Reply
         if options.raw:
@@ -153,7 +167,7 @@ def _run(options: argparse.Namespace) -> None:
             result = text.result
         else:
             messages = [{"role": "system", "content": options.system}] if options.system else []
-            messages.append({"role": "user", "content": prompt})
+            messages.append({"role": "user", "content": _content(options.image, prompt)})
             reply = llm.chat(
                 messages, thinking=options.thinking, thinking_effort=options.effort, stream=True, **sampling
             )
@@ -173,6 +187,12 @@ def _run(options: argparse.Namespace) -> None:
             speed = (usage.total_tokens - usage.cached_tokens) / seconds if seconds else 0.0
             counts = f"{usage.prompt_tokens} prompt + {usage.completion_tokens} generated tokens"
             print(f"{counts}, {seconds:.2f} s, {speed:.1f} tokens/s, seed {result.seed}", file=sys.stderr)
+
+
+def _content(images: Sequence[str], prompt: str) -> Any:
+    """The user's message: the prompt, after the pictures if there are any."""
+    parts = [{"type": "image", "image": image} for image in images]
+    return [*parts, {"type": "text", "text": prompt}] if parts else prompt
 
 
 def _read_prompt() -> str:

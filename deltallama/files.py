@@ -35,6 +35,10 @@ class OpenFiles:
     def __init__(self, paths: Iterable[Path]) -> None:
         self._stamps = {path: _Stamp.of(path) for path in map(os.path.abspath, paths)}
 
+    def add(self, paths: Iterable[Path]) -> None:
+        """More files of the same model."""
+        self._stamps.update((path, _Stamp.of(path)) for path in map(os.path.abspath, paths))
+
     def refuse(self, path: bytes) -> None:
         """Raises ArgumentError if something is about to be written to one of these files."""
         try:

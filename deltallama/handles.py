@@ -6,10 +6,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from ._ffi import call, ffi, fill, lib, new_struct, struct_values
-from .checks import brief, choice, flag, function, path_bytes, token_ids
+from .checks import brief, choice, flag, function, path_bytes, token_ids, whole
 from .errors import ArgumentError, StateError
 from .interrupt import interruptible
 
@@ -91,6 +95,19 @@ class Params:
         self._report.reraise()
 
 
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Rows that stand in place of token embeddings, such as those of an image.
+
+    Attributes:
+        rows: float32 `[n, n_embd]`.
+        digest: 64 bits that identify what they were made from: equal digests promise equal rows.
+    """
+
+    rows: np.ndarray
+    digest: int
+
+
 class Handles:
     """The native model and its session. Every use holds the lock, so that closing waits for the running call."""
 
@@ -112,6 +129,14 @@ class Handles:
             lib.delta_model_close(self.model)
             raise
         self.session = session[0]
+        self.vision = ffi.NULL
+
+    def open_vision(self, path: bytes) -> None:
+        """Opens a vision tower beside the model; once, before anybody else has the handles."""
+        params, vision = ffi.new("delta_vision_params *"), ffi.new("delta_vision **")
+        lib.delta_vision_params_init(params)
+        call(lib.delta_vision_open(path, self.model, params, vision))
+        self.vision = vision[0]
 
     def check(self) -> None:
         """Raises StateError when closed or forked."""
@@ -154,6 +179,7 @@ class Handles:
             if not self.closed:
                 self.closed = True
                 lib.delta_session_free(self.session)
+                lib.delta_vision_close(self.vision)
                 lib.delta_model_close(self.model)
 
     @contextmanager
@@ -200,3 +226,27 @@ def native_ids(tokens: Sequence[int]) -> Any:
         return ffi.new("int32_t[]", ids)
     except OverflowError as error:
         raise ArgumentError(f"tokens must be ids: {error}") from None
+
+
+def native_pieces(timeline: Sequence[int | Features], n_embd: int) -> tuple[Any, list[Any]]:
+    """Ids and features as `delta_piece[]`, and what has to stay alive with it.
+
+    Raises:
+        ArgumentError: something else, features of another width or without rows.
+    """
+    pieces: list[dict[str, Any]] = []
+    keep: list[Any] = []
+    for is_features, items in groupby(timeline, key=lambda item: isinstance(item, Features)):
+        if not is_features:
+            keep.append(native_ids(list(items)))  # type: ignore[arg-type]
+            pieces.append({"tokens": keep[-1], "n": len(keep[-1])})
+            continue
+        for item in items:
+            assert isinstance(item, Features)
+            rows = np.ascontiguousarray(item.rows, np.float32)
+            if rows.ndim != 2 or rows.shape[1] != n_embd or not len(rows):
+                raise ArgumentError(f"features have the shape {rows.shape}, expected (rows, {n_embd})")
+            keep.append(ffi.from_buffer("float[]", rows))
+            digest = whole("digest", item.digest, 0, 2**64 - 1)
+            pieces.append({"features": keep[-1], "n": len(rows), "digest": digest})
+    return ffi.new("delta_piece[]", pieces), keep

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import numpy as np
@@ -15,18 +16,23 @@ from gguf_ext import GGUFError, GGUFReader
 
 from ._ffi import call, ffi, lib, new_struct, struct_values
 from .chat import get_format
-from .chat.messages import Channel, Message, check_complete
-from .checks import choice, flag, function, path_bytes, token_ids, whole
-from .errors import ArgumentError, CancelledError, ContextFullError, FormatError, StateError
+from .chat.messages import Channel, Message, check_complete, refuse_images
+from .chat.pictures import Fetch
+from .checks import choice, flag, path_bytes, token_ids, whole
+from .errors import ArgumentError, FormatError, StateError
 from .files import OpenFiles
-from .handles import Handles, Params, Progress, ProgressCallback, native_ids
-from .results import Completion, Delta, FinishReason, Reply, Stream, Usage, drain
+from .generation import Run
+from .handles import Features, Handles, Params, Progress, ProgressCallback, native_ids, native_pieces
+from .results import Completion, Delta, FinishReason, Reply, Stream, drain
 from .sampling import Sampler, SamplingOptions, check_seed
 from .streaming import TextStream
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .images import Preprocessed
+    from .vision import Tower
 
 __all__ = ["Llama", "SyncResult", "TopToken"]
 
@@ -63,11 +69,14 @@ class Llama:
     Calls from several threads run one after the other. After `close`, and in a child process made by `fork`, every
     use is a StateError. A model cannot be pickled or copied.
 
+    With `mmproj`, the file of a vision tower, messages of the user may have images (see `chat`).
+
     Attributes:
         tokenizer: text to ids and back.
         metadata: what the file says, without the vocabulary's arrays.
         info: sizes and special ids: the fields of `delta_model_info`.
         memory: bytes in use: the fields of `delta_memory`.
+        vision: the vision tower, whose `info` has the fields of `delta_vision_info`; None without one.
     """
 
     def __init__(
@@ -88,6 +97,13 @@ class Llama:
         checkpoint_bytes: int | None = None,
         checkpoint_every: int = 0,
         progress: Progress | None = None,
+        mmproj: str | os.PathLike[str] | None = None,
+        image_min_tokens: int | None = None,
+        image_max_tokens: int | None = None,
+        image_exif: bool = False,
+        allow_local_images: bool = False,
+        fetch_image: Fetch | None = None,
+        image_cache_bytes: int | None = None,
     ) -> None:
         """Opens a model; of a split file, name the first part.
 
@@ -108,11 +124,19 @@ class Llama:
             checkpoint_bytes: memory for checkpoints of recurrent state; None: 8 checkpoints, at most 1 GiB.
             checkpoint_every: prompt rows between checkpoints; 0: 512.
             progress: called while the file is checked, with bytes done and in all.
+            mmproj: file of the vision tower that belongs to the model; of a split file, the first part.
+            image_min_tokens: smaller images are enlarged to have as many; None: they stay as they are.
+            image_max_tokens: images are made small enough to have no more; None: the file's limits alone.
+            image_exif: turn images as their camera noted.
+            allow_local_images: whether paths and file URLs in messages are read.
+            fetch_image: called with each http or https URL in messages, returns the bytes; None: these are refused.
+            image_cache_bytes: rows of earlier images that are kept, beside those of the latest prompt; None: 256 MiB.
 
         Raises:
             FileNotFoundError, FileError: the file cannot be read.
             FormatError: it is damaged or contradicts itself.
             UnsupportedError: it needs what this build does not have.
+            ArgumentError: an option is out of range, or the tower belongs to another model.
             OutOfMemoryError: the planned memory cannot be had.
         """
         params = Params(
@@ -122,8 +146,12 @@ class Llama:
             progress=progress,
         )  # fmt: skip
         self.seed = check_seed(seed)
+        self.vision: Tower | None = None
         path = os.fsdecode(path_bytes(model_path))
+        tower_path = None if mmproj is None else os.fsdecode(path_bytes(mmproj))
         fields, self._files = _read_fields(path)
+        if tower_path is not None:
+            self._files.add(_read_paths(tower_path))
         self.tokenizer = Tokenizer(fields)
         self.metadata: dict[str, Any] = {key: value for key, value in fields.items() if key not in _VOCABULARY_KEYS}
         self._handles = Handles(path, params)
@@ -141,6 +169,21 @@ class Llama:
             raise FormatError(
                 f"tokenizer.ggml.tokens has {self.tokenizer.n_vocab} entries, the model {self.n_vocab} outputs"
             )
+        if tower_path is not None:
+            from .vision import ImageOptions, Tower  # and with it Pillow
+
+            try:
+                options = ImageOptions(
+                    min_tokens=image_min_tokens, max_tokens=image_max_tokens, exif=image_exif,
+                    allow_local=allow_local_images, fetch=fetch_image, cache_bytes=image_cache_bytes,
+                )  # fmt: skip
+                self.vision = Tower(self._handles, tower_path, options)
+            except BaseException:
+                self.close()
+                raise
+        elif image_min_tokens is not None or image_max_tokens is not None:
+            self.close()
+            raise ArgumentError("image_min_tokens and image_max_tokens are of no use without mmproj")
 
     # -- text -----------------------------------------------------------------------------------------------
 
@@ -181,7 +224,7 @@ class Llama:
             CancelledError: `cancel` was called, or `progress` asked to stop.
         """
         tokens = self._prompt(prompt)
-        run = _Run(self, tokens, max_tokens, Sampler(sampling, self.seed), progress)
+        run = Run(self, tokens, max_tokens, Sampler(sampling, self.seed), progress)
         pieces = self._complete(run, TextStream(stop))
         return Stream(pieces) if stream else drain(pieces)
 
@@ -214,6 +257,12 @@ class Llama:
     ) -> Reply | Stream[Delta, Reply]:
         """Answers a conversation of OpenAI-style messages in the chat format of the model.
 
+        With a vision tower, the content of a user's message may be a list of parts, texts and images:
+
+            {"type": "text", "text": "What is this?"}
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}
+            {"type": "image", "image": picture}     # a Pillow image, the bytes of a file, or a path if allowed
+
         Args:
             tools: descriptions of functions the model may call.
             thinking: reason before answering, if the model does.
@@ -225,21 +274,36 @@ class Llama:
 
         Raises:
             ArgumentError, ContextFullError, CancelledError: as `generate`.
-            UnsupportedError: the model has no chat format, or a message has an image.
+            UnsupportedError: the model has no chat format, or a message has an image and the model no vision tower.
         """
         chat_format = self._chat_format()
         check_complete(messages)
+        if self.vision is None:
+            refuse_images(messages, "and the model was opened without mmproj, so that it sees none")
         flag("thinking", thinking)
-        segments = chat_format.segments(messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort)
-        tokens = self.tokenizer.encode_segments(segments)
-        run = _Run(self, tokens, max_tokens, Sampler(sampling, self.seed), progress)
+        images = [] if self.vision is None else self.vision.images(messages)
+        options = {"image_prompts": [chat_format.image_prompt(*image.original_size) for image in images]}
+        segments = chat_format.segments(
+            messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort, **(options if images else {})
+        )
+        prompt: Sequence[int | Preprocessed] = self.tokenizer.encode_segments(segments)
+        if images:
+            prompt = chat_format.with_images(prompt, images, self.tokenizer)
+        run = Run(self, prompt, max_tokens, Sampler(sampling, self.seed), progress)
         parser = chat_format.ReplyParser(self.tokenizer, thinking)
         pieces = self._reply(run, parser, TextStream(stop))
         return Stream(pieces) if stream else drain(pieces)
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The prompt of a conversation as token ids; options of the chat format, such as `tools` and `thinking`."""
-        return self.tokenizer.encode_segments(self._chat_format().segments(messages, **options))
+        """The prompt of a conversation as token ids; options of the chat format, such as `tools` and `thinking`.
+
+        Raises:
+            ArgumentError: as `chat`.
+            UnsupportedError: a message has an image, which is no token.
+        """
+        segments = self._chat_format().segments(messages, **options)
+        refuse_images(messages, "which is no token; use chat")
+        return self.tokenizer.encode_segments(segments)
 
     def tokenize(self, text: str | bytes, special: bool = False) -> list[int]:
         """Token ids of a text, without a BOS; text that spells a control token stays text unless `special` is set."""
@@ -251,8 +315,11 @@ class Llama:
 
     # -- tokens ---------------------------------------------------------------------------------------------
 
-    def sync(self, tokens: Sequence[int], progress: Progress | None = None) -> SyncResult:
-        """Makes the timeline equal to `tokens`, reusing what is valid; logits of the last are then available."""
+    def sync(self, tokens: Sequence[int | Features], progress: Progress | None = None) -> SyncResult:
+        """Makes the timeline equal to `tokens`, reusing what is valid; logits of the last are then available.
+
+        Among token ids there may be `Features`, whose rows stand in place of embeddings.
+        """
         with self._take_turn():
             return self._sync(tokens, progress)
 
@@ -300,7 +367,7 @@ class Llama:
 
     @property
     def tokens(self) -> list[int]:
-        """The timeline."""
+        """The timeline: token ids, and -1 for each row of an image."""
         with self._handles.use():
             n = lib.delta_session_length(self._handles.session)
             ids, length = ffi.new("int32_t[]", max(n, 1)), ffi.new("size_t *")
@@ -414,13 +481,21 @@ class Llama:
             finally:
                 self._turn_thread = None
 
-    def _sync(self, tokens: Sequence[int], progress: Progress | None) -> SyncResult:
+    def _sync(self, tokens: Sequence[int | Features], progress: Progress | None) -> SyncResult:
         result = new_struct("delta_sync_result")
         report = ProgressCallback(progress, lambda: self._cancelled)
-        ids = native_ids(tokens)
         self._files.check()
-        with self._handles.use():
-            status = lib.delta_session_sync(self._handles.session, ids, len(ids), report.function, ffi.NULL, result)
+        if isinstance(tokens, Sequence) and any(isinstance(token, Features) for token in tokens):
+            pieces, keep = native_pieces(tokens, int(self.info["n_embd"]))
+            with self._handles.use():
+                status = lib.delta_session_sync_pieces(
+                    self._handles.session, pieces, len(pieces), report.function, ffi.NULL, result
+                )
+            keep.clear()
+        else:
+            ids = native_ids(tokens)  # type: ignore[arg-type]
+            with self._handles.use():
+                status = lib.delta_session_sync(self._handles.session, ids, len(ids), report.function, ffi.NULL, result)
         report.reraise()
         call(status)
         return SyncResult(result.n_reused, result.n_computed, result.n_replayed)
@@ -441,7 +516,7 @@ class Llama:
             call(lib.delta_session_sample(self._handles.session, sampler.params, token))
         return int(token[0])
 
-    def _complete(self, run: _Run, text: TextStream) -> Generator[str, None, Completion]:
+    def _complete(self, run: Run, text: TextStream) -> Generator[str, None, Completion]:
         pieces: list[str] = []
         with closing(run.start()) as tokens:
             for token in tokens:
@@ -455,7 +530,7 @@ class Llama:
             yield piece
         return Completion("".join(pieces), run.tokens, run.finish_reason, run.sampler.seed, run.usage)
 
-    def _reply(self, run: _Run, parser: Any, content: TextStream) -> Generator[Delta, None, Reply]:
+    def _reply(self, run: Run, parser: Any, content: TextStream) -> Generator[Delta, None, Reply]:
         streams = {"reasoning": TextStream(), "content": content}
         texts: dict[Channel, list[str]] = {"reasoning": [], "content": []}
 
@@ -483,50 +558,13 @@ class Llama:
         return Reply(answer, reasoning, calls, run.tokens, reason, run.sampler.seed, run.usage)
 
 
-class _Run:
-    """One generation."""
-
-    def __init__(
-        self, llm: Llama, prompt: Sequence[int], max_tokens: int | None, sampler: Sampler, progress: Progress | None
-    ) -> None:
-        self.llm, self.prompt = llm, prompt
-        self.max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 0)
-        self.sampler, self.progress = sampler, function("progress", progress)
-        self.tokens: list[int] = []
-        self.finish_reason: FinishReason = "length"
-        self.n_cached = 0
-        self._stopped = False
-        llm._handles.check()
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(len(self.prompt), len(self.tokens), self.n_cached)
-
-    def stop(self) -> None:
-        """Ends the iteration: the caller has seen a stop string."""
-        self._stopped, self.finish_reason = True, "stop"
-
-    def start(self) -> Generator[int, None, None]:
-        """Computes the prompt, then yields the tokens drawn; the one that ends the text is kept, but not yielded."""
-        llm = self.llm
-        with llm._take_turn():
-            self.n_cached = llm._sync(self.prompt, self.progress).n_reused
-            while self.max_tokens is None or len(self.tokens) < self.max_tokens:
-                token = llm._sample(self.sampler)
-                self.tokens.append(token)
-                if llm.is_stop(token):
-                    self.finish_reason = "stop"
-                    return
-                yield token
-                if self._stopped or len(self.tokens) == self.max_tokens:
-                    return
-                if llm._cancelled:
-                    llm._handles.check()  # closing cancels, and has more to say
-                    raise CancelledError("cancelled")
-                try:
-                    llm._eval([token], "last")
-                except ContextFullError:
-                    return
+def _read_paths(path: str) -> list[Path]:
+    """The files of a GGUF file that may be split."""
+    try:
+        with GGUFReader(path) as reader:
+            return list(reader.paths)
+    except GGUFError as error:
+        raise FormatError(str(error)) from None
 
 
 def _read_fields(path: str) -> tuple[dict[str, Any], OpenFiles]:

@@ -223,6 +223,7 @@ typedef struct delta_vision_info {
     uint64_t weight_bytes;     /* of the mapped file */
     uint64_t bytes_now;        /* allocated: what the largest image so far needed */
     uint64_t bytes_most;       /* what an image of max_patches needs */
+    uint64_t fingerprint;      /* of the file: towers of equal fingerprints make equal rows of equal pixels */
 } delta_vision_info;
 
 typedef struct delta_stats {

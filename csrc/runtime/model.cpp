@@ -81,13 +81,13 @@ int32_t special_token(const GgufSet& file, const char* key, int32_t n_vocab) {
     return static_cast<int32_t>(id);
 }
 
-// Identifies the weights well enough to refuse a state saved with others: everything that shapes the state, and the first and last
-// bytes of every tensor. Hashing all of a 1.5 TB file would take longer than answering.
-uint64_t fingerprint_of(const GgufSet& file) {
+}  // namespace
+
+uint64_t fingerprint_of(const GgufSet& file, std::span<const std::string_view> prefixes) {
     constexpr uint64_t kSample = 256;
     Checksum sum;
     for (const GgufValue& v : file.values()) {
-        if (v.key.substr(0, 5) == "kimi-") {
+        if (std::any_of(prefixes.begin(), prefixes.end(), [&](std::string_view prefix) { return v.key.starts_with(prefix); })) {
             sum.update(v.key.data(), v.key.size());
             sum.update(v.data, v.n_bytes);
         }
@@ -102,8 +102,6 @@ uint64_t fingerprint_of(const GgufSet& file) {
     }
     return sum.digest();
 }
-
-}  // namespace
 
 std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_params& params, bool allocate) {
     auto m = std::make_unique<Model>();
@@ -169,7 +167,8 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
                 throw Error(DELTA_CANCELLED, format("%s: opening was cancelled", path.c_str()));
             }
         }
-        m->fingerprint = fingerprint_of(*m->file);
+        constexpr std::array<std::string_view, 1> kKeys = {"kimi-"};
+        m->fingerprint = fingerprint_of(*m->file, kKeys);
         const size_t n = m->params.n_sessions;
         m->recurrent = m->backend->allocate(n * m->layout.recurrent_bytes(), "recurrent state");
         m->latent = m->backend->allocate(n * m->layout.latent_bytes(), "latent cache");

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..checks import brief
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from .messages import (
     Channel,
     Message,
@@ -26,6 +26,10 @@ from .messages import (
 
 OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 IMAGE_PLACEHOLDER = "<|kimi_image_placeholder|>"
+Image = TypeVar("Image")
+IMAGE_PAD = "<|media_pad|>"  # one for each image; its rows stand in place of it
+_IMAGE = f"<|media_begin|>image {{}}x{{}}<|media_content|>{IMAGE_PAD}<|media_end|>"
+_IMAGE_TOKENS = ("<|media_begin|>", "<|media_content|>", IMAGE_PAD, "<|media_end|>")
 EFFORTS = ("low", "high", "max")  # the message also advertises "medium", which the model's own encoder refuses
 DEFAULT_EFFORT = "max"
 TOOL_CHOICES = ("auto", "required", "none")
@@ -49,6 +53,29 @@ _RESPONSE_FORMAT = (
     "Your response must be raw JSON data without markdown code blocks (```json) or any additional formatting."
 )
 _SCHEMA = "\nThe JSON data must match the following schema:\n```json\n{}\n```"
+
+
+def image_prompt(width: int, height: int) -> str:
+    """What stands for an image of so many pixels, before it was made to fit."""
+    return _IMAGE.format(width, height)
+
+
+def with_images(tokens: Sequence[int], images: Sequence[Image], vocabulary: Vocabulary) -> list[int | Image]:
+    """The tokens of a prompt, with the images in place of those that stand for them.
+
+    Raises:
+        ArgumentError: there are not as many places as images.
+        UnsupportedError: the vocabulary lacks a control token of images.
+    """
+    for name in _IMAGE_TOKENS:
+        if name not in vocabulary.special_tokens:
+            raise UnsupportedError(f"images need the control token {name}, which the file's vocabulary lacks")
+    pad = vocabulary.special_tokens[IMAGE_PAD]
+    n_places = sum(token == pad for token in tokens)
+    if n_places != len(images):
+        raise ArgumentError(f"the prompt has {n_places} places for {len(images)} images")
+    left = iter(images)
+    return [next(left) if token == pad else token for token in tokens]
 
 
 class _Writer:

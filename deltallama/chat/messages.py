@@ -71,7 +71,6 @@ def check_complete(messages: Sequence[Message]) -> None:
     Raises:
         ArgumentError: no message, a role that the formats drop, the result of a call that was not made; names the
             message.
-        UnsupportedError: an image.
     """
     if not check_messages(messages):
         raise ArgumentError("messages is empty: there is nothing to answer")
@@ -80,12 +79,17 @@ def check_complete(messages: Sequence[Message]) -> None:
         role = message["role"]
         if role not in ROLES:
             raise ArgumentError(f"message {number}: role {brief(role)}, expected one of {', '.join(ROLES)}")
-        if any(is_image(part) for part in content_parts(message.get("content"), number)):
-            raise UnsupportedError(f"message {number} has an image; images are not supported yet")
         if role == "assistant":
             calls = message.get("tool_calls") or ()
         elif role == "tool":
             _check_result(number, message, calls)
+
+
+def refuse_images(messages: Sequence[Message], why: str) -> None:
+    """Raises UnsupportedError if one of these checked messages has an image."""
+    for number, message in enumerate(messages):
+        if any(is_image(part) for part in content_parts(message.get("content"), number)):
+            raise UnsupportedError(f"message {number} has an image, {why}")
 
 
 def _check_result(number: int, result: Message, calls: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,128 @@
+"""The vision tower beside a model: pictures to feature rows, which are kept so that a later turn has them again."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._ffi import call, ffi, lib, new_struct
+from .chat.messages import Message
+from .chat.pictures import image_sources
+from .checks import flag, function, path_bytes, whole
+from .errors import ArgumentError
+from .handles import Features, Handles
+from .images import ImageLimits, ImageSource, Preprocessed, preprocess
+
+CACHE_BYTES = 1 << 28
+
+
+class ImageOptions:
+    """Options of `Llama` about images, checked."""
+
+    def __init__(
+        self,
+        *,
+        min_tokens: int | None,
+        max_tokens: int | None,
+        allow_local: bool,
+        fetch: Any,
+        exif: bool,
+        cache_bytes: int | None,
+    ) -> None:
+        ImageLimits(min_tokens=min_tokens, max_tokens=max_tokens)  # checks both
+        self.min_tokens, self.max_tokens = min_tokens, max_tokens
+        self.allow_local = flag("allow_local_images", allow_local)
+        self.fetch = function("fetch_image", fetch)
+        self.exif = flag("image_exif", exif)
+        self.cache_bytes = CACHE_BYTES if cache_bytes is None else whole("image_cache_bytes", cache_bytes, 0)
+
+
+class Tower:
+    """The tower of an mmproj file. Whoever calls `features` has the model's turn.
+
+    Attributes:
+        info: the fields of `delta_vision_info` at opening.
+        n_encoded: images that were encoded, rather than found among those kept.
+    """
+
+    def __init__(self, handles: Handles, path: str | os.PathLike[str], options: ImageOptions) -> None:
+        self._handles, self.options = handles, options
+        handles.open_vision(path_bytes(path))
+        struct = new_struct("delta_vision_info")
+        call(lib.delta_vision_info_get(handles.vision, struct))
+        self.info: dict[str, Any] = {
+            name: getattr(struct, name) for name, _ in ffi.typeof(struct).item.fields if name != "size"
+        }
+        for name in ("image_mean", "image_std"):
+            self.info[name] = tuple(self.info[name])
+        self._limits = ImageLimits(
+            patch_limit=self.info["patch_limit"],
+            side_limit=self.info["side_limit"],
+            min_tokens=options.min_tokens,
+            max_tokens=options.max_tokens,
+            patch=self.info["patch_size"],
+            merge=self.info["merge"],
+        )
+        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()  # by digest, last used last
+        self.n_encoded = 0
+
+    def images(self, messages: Sequence[Message]) -> list[Preprocessed]:
+        """The images of checked messages, in order.
+
+        Raises:
+            ArgumentError: see `image_sources` and `images.load_image`.
+        """
+        sources = image_sources(messages, self.options.allow_local, self.options.fetch)
+        return [self.prepare(source) for source in sources]
+
+    def prepare(self, source: ImageSource) -> Preprocessed:
+        """A picture as patches within the limits."""
+        mean, std = self.info["image_mean"], self.info["image_std"]
+        return preprocess(source, self._limits, exif=self.options.exif, mean=mean, std=std)
+
+    def features(self, images: Iterable[Preprocessed]) -> list[Features]:
+        """The rows of each image, encoded where they are not kept.
+
+        Those of one call stay until the next, and others as long as all together take at most `cache_bytes`.
+
+        Raises:
+            ArgumentError: an image has more patches than the tower takes.
+            CancelledError: `cancel` was called, or Ctrl-C pressed.
+            NumericError: a result is not finite.
+        """
+        found = []
+        for image in images:
+            rows = self._kept.pop(image.digest, None)
+            if rows is None:
+                rows = self._encode(image)
+            self._kept[image.digest] = rows
+            found.append(Features(rows, image.digest ^ int(self.info["fingerprint"])))
+        now = {id(features.rows) for features in found}
+        held = sum(rows.nbytes for rows in self._kept.values())
+        for digest in list(self._kept):
+            if held <= self.options.cache_bytes:
+                break
+            if id(self._kept[digest]) not in now:
+                held -= self._kept.pop(digest).nbytes
+        return found
+
+    def _encode(self, image: Preprocessed) -> np.ndarray:
+        pixels = np.ascontiguousarray(image.pixels, np.float32)
+        n_patches = image.grid[0] * image.grid[1]
+        expected = (n_patches, 3, self.info["patch_size"], self.info["patch_size"])
+        if pixels.shape != expected:
+            raise ArgumentError(f"pixels have the shape {pixels.shape}, expected {expected}")
+        rows = np.empty((image.n_tokens, self.info["projection_dim"]), np.float32)
+        source, target = ffi.from_buffer("float[]", pixels), ffi.from_buffer("float[]", rows)
+        self._handles.compute(
+            lambda: lib.delta_vision_encode(
+                self._handles.vision, source, 1, *image.grid, target, rows.size, ffi.NULL, ffi.NULL
+            )
+        )
+        rows.flags.writeable = False
+        self.n_encoded += 1
+        return rows
