@@ -136,7 +136,7 @@ class Config:
         for where in (self.raw, self.values):
             names = where.get("architectures")
             if names is not None:
-                if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
+                if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0].isprintable():
                     return names[0]
                 raise ConversionError(f"{self.path}: architectures is {names!r}, expected a list of one name")
         raise ConversionError(f"{self.path}: no architectures entry, so the kind of model is unknown")

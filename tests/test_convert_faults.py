@@ -509,7 +509,7 @@ def test_config_value_is_refused_by_name(tmp_path: Path, field: str, value: Any,
     assert re.search(message, refusal(folder))
 
 
-@pytest.mark.parametrize("value", ["KimiK3ForConditionalGeneration", [], ["a", "b"], [1]])
+@pytest.mark.parametrize("value", ["KimiK3ForConditionalGeneration", [], ["a", "b"], [1], ["\x1b[2J"]])
 def test_architectures_entry_of_a_wrong_kind(tmp_path: Path, value: Any) -> None:
     folder = tiny.write_checkpoint(tmp_path / "model", mutate=lambda c: c.config.update(architectures=value))
     assert "architectures is" in refusal(folder)

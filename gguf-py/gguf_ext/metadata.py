@@ -107,7 +107,7 @@ def _named(card: Path, overrides: Path | None) -> Iterator[None]:
     try:
         yield
     except (yaml.YAMLError, RecursionError) as error:
-        raise GGUFError(f"{card}: the front matter is not valid YAML: {error}") from None
+        raise GGUFError(f"{card}: the front matter is not valid YAML: {' '.join(str(error).split())}") from None
     except UnicodeDecodeError as error:
         raise GGUFError(f"{card} is not UTF-8: {error.reason}") from None
     except (TypeError, ValueError, AttributeError, LookupError) as error:
