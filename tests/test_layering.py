@@ -113,6 +113,7 @@ TORCH = {"torch", "safetensors", "transformers", "compressed_tensors"}
 WITH_AN_EXTRA = {
     "conversion/compressed.py": {"torch", "compressed_tensors"},
     "bench/upstream_convert.py": {"transformers"},  # run by an interpreter that another program needs
+    "bench/vision_torch.py": {"torch"},  # likewise
 }
 
 

@@ -197,6 +197,31 @@ def test_an_encoding_can_be_cancelled(tower: Tower, rng: np.random.Generator) ->
     assert np.array_equal(tower.encode(pixels, (1, 4, 6)), whole)
 
 
+def test_a_profile_of_the_latest_image(tower: Tower, rng: np.random.Generator) -> None:
+    ffi, lib = tower.ffi, tower.lib
+
+    def profile() -> list[Any]:
+        found = []
+        for index in range(lib.delta_vision_op_count(tower.handle)):
+            op = ffi.new("delta_op_profile *")
+            op.size = ffi.sizeof("delta_op_profile")
+            native.check(lib.delta_vision_profile_get(tower.handle, index, op))
+            found.append(op)
+        return found
+
+    assert not any(op.ns for op in profile())
+    for grid in [(1, 4, 6), (1, 8, 8)]:
+        tower.encode(picture(rng, grid), grid)
+        ops = profile()
+        assert all((op.n_runs, op.state_bytes) == (1, 0) for op in ops)
+        rows = {ffi.string(op.name).decode(): int(op.n_rows) for op in ops}
+        assert rows["v.blk.1.attn_qkv"] == grid[1] * grid[2] and rows["mm.2"] == grid[1] * grid[2] // 4
+    assert sum(op.weight_bytes for op in ops) == tower.info.weight_bytes
+    with Fails("ARG", f"op {len(ops)} is not in"):
+        native.check(lib.delta_vision_profile_get(tower.handle, len(ops), ops[0]))
+    assert lib.delta_vision_op_count(ffi.NULL) == 0
+
+
 def test_a_model_outlives_its_towers(tower: Tower) -> None:
     with Fails("STATE", "vision towers: 1"):
         native.check(tower.lib.delta_model_close(tower.engine.model))

@@ -7,6 +7,22 @@
 
 using namespace delta;
 
+namespace {
+
+void fill_profile(const Op& op, const OpCost& cost, delta_op_profile& profile) {
+    std::snprintf(profile.kind, sizeof profile.kind, "%s", op_name(op.kind));
+    std::snprintf(profile.part, sizeof profile.part, "%s", op.part);
+    std::snprintf(profile.name, sizeof profile.name, "%s", op.name.c_str());
+    profile.layer = op.layer;
+    profile.n_runs = cost.n_runs;
+    profile.n_rows = cost.n_rows;
+    profile.ns = cost.ns;
+    profile.weight_bytes = cost.weight_bytes;
+    profile.state_bytes = cost.state_bytes;
+}
+
+}  // namespace
+
 size_t delta_model_op_count(const delta_model* model) { return model == nullptr ? 0 : model->model->bound.graph.ops.size(); }
 
 delta_status delta_model_profile(delta_model* model, uint32_t on) {
@@ -27,17 +43,23 @@ delta_status delta_model_profile_get(delta_model* model, size_t index, delta_op_
         if (index >= m.costs.size()) {
             throw Error(DELTA_ARG, format("op %zu is not in 0..%zu", index, m.costs.size() - 1));
         }
-        const Op& op = m.bound.graph.ops[index];
-        const OpCost& cost = m.costs[index];
-        std::snprintf(profile->kind, sizeof profile->kind, "%s", op_name(op.kind));
-        std::snprintf(profile->part, sizeof profile->part, "%s", op.part);
-        std::snprintf(profile->name, sizeof profile->name, "%s", op.name.c_str());
-        profile->layer = op.layer;
-        profile->n_runs = cost.n_runs;
-        profile->n_rows = cost.n_rows;
-        profile->ns = cost.ns;
-        profile->weight_bytes = cost.weight_bytes;
-        profile->state_bytes = cost.state_bytes;
+        fill_profile(m.bound.graph.ops[index], m.costs[index], *profile);
+    });
+}
+
+size_t delta_vision_op_count(const delta_vision* vision) { return vision == nullptr ? 0 : vision->vision->graph().ops.size(); }
+
+delta_status delta_vision_profile_get(delta_vision* vision, size_t index, delta_op_profile* profile) {
+    return guard([&] {
+        require(vision, "vision");
+        require(profile, "profile");
+        require_size(profile->size, sizeof *profile, "delta_op_profile");
+        const Computing computing(*vision->model);
+        const Graph& graph = vision->vision->graph();
+        if (index >= graph.ops.size()) {
+            throw Error(DELTA_ARG, format("op %zu is not in 0..%zu", index, graph.ops.size() - 1));
+        }
+        fill_profile(graph.ops[index], vision->vision->costs()[index], *profile);
     });
 }
 

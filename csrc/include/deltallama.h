@@ -241,7 +241,7 @@ typedef struct delta_stats {
 typedef struct delta_op_profile {
     uint32_t size;
     char kind[24];         /* "linear", "kda_scan", ... */
-    char part[16];         /* of the model: "embed", "residual", "kda", "mla", "dense", "router", "experts", "shared", "output" */
+    char part[16];         /* of the model: "embed", "residual", "kda", "mla", "dense", "router", "experts", "shared", "output"; of a tower also "attention" */
     char name[64];         /* "blk.3.attn_q"; cut if longer */
     int32_t layer;         /* -1 outside the layers */
     uint64_t n_runs;       /* steps in which it had rows */
@@ -387,6 +387,11 @@ delta_status delta_vision_info_get(const delta_vision *vision, delta_vision_info
  * `capacity` is the number of floats. `progress` gets ops done and in all; delta_model_cancel works too. */
 delta_status delta_vision_encode(delta_vision *vision, const float *pixels, uint32_t frames, uint32_t height, uint32_t width,
                                  float *features, size_t capacity, delta_progress_fn progress, void *user);
+/* Number of ops in the tower's graph. */
+size_t delta_vision_op_count(const delta_vision *vision);
+/* What op `index` < delta_vision_op_count has cost in the latest delta_vision_encode, zeros before the first; `profile->size` must be
+ * set. DELTA_BUSY while the model computes. */
+delta_status delta_vision_profile_get(delta_vision *vision, size_t index, delta_op_profile *profile);
 
 /* -- rows ---------------------------------------------------------------------------------------------------------------- */
 /* Bytes of a row of `n_cols` values of type `type`; 0 if the type is unknown or the length does not divide. */

@@ -41,6 +41,7 @@ std::unique_ptr<Vision> Vision::open(const std::string& path, Model& model, cons
     v->file_ = GgufSet::open(path);
     v->bound_ = build_moonvit(*v->file_);
     check_partner(path, v->bound_.hparams, model);
+    v->costs_.resize(v->bound_.graph.ops.size());
     const int64_t most = largest_image(v->bound_.hparams);
     if (params.max_patches > static_cast<uint64_t>(most)) {
         throw Error(DELTA_ARG, format("max_patches is %u; %s admits at most %lld", params.max_patches, path.c_str(), static_cast<long long>(most)));
@@ -113,6 +114,8 @@ void Vision::encode(const float* pixels, const ImageGrid& grid, std::span<float>
     RunOptions options;
     options.poison = model_.run_options.poison;
     options.proceed = &proceed;
+    options.costs = &costs_;
+    std::fill(costs_.begin(), costs_.end(), OpCost{});
     model_.backend->run(bound_.graph, needs.plan, step, arena_->data, workspace_->data, options);
     if (!complete) {
         throw Error(DELTA_CANCELLED, "cancelled while an image was encoded");

@@ -18,7 +18,9 @@ class Vision {
     static std::unique_ptr<Vision> open(const std::string& path, Model& model, const delta_vision_params& params);
 
     const VisionHparams& hparams() const { return bound_.hparams; }
+    const Graph& graph() const { return bound_.graph; }
     delta_vision_info info() const;
+    std::span<const OpCost> costs() const { return costs_; }  // of every op, in the latest encode; for who holds `busy`
 
     // The grid, if the tower can take it. Throws Error(ARG).
     ImageGrid check_grid(uint32_t frames, uint32_t height, uint32_t width) const;
@@ -41,6 +43,7 @@ class Vision {
     uint64_t bytes_most_ = 0;
     uint64_t fingerprint_ = 0;
     std::atomic<uint64_t> bytes_now_{0};
+    std::vector<OpCost> costs_;
     std::unique_ptr<Buffer> arena_;
     std::unique_ptr<Buffer> workspace_;
 };
