@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -67,3 +68,26 @@ def test_threads_never_share_a_block() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(1, 9)))
+
+
+def test_garbage_that_is_collected_while_blocks_are_handed_out() -> None:
+    """Newer interpreters collect garbage between any two instructions, in whatever thread that is."""
+    buffers = Buffers()
+
+    class Collecting(list[np.ndarray]):
+        def __len__(self) -> int:
+            gc.collect()
+            return super().__len__()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself, self.array = self, buffers.empty(2 * SMALL)
+
+    buffers._kept = Collecting()
+    Cycle()
+    thread = threading.Thread(target=buffers.empty, args=(2 * SMALL,), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    buffers.empty(SMALL)
+    assert buffers.kept_bytes == sum(map(len, buffers._kept)) > 0

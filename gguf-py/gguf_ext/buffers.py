@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Buffers:
         self.kept_bytes = 0
         self._limit = limit
         self._kept: list[np.ndarray] = []  # the one let go longest ago first
+        self._returned: deque[np.ndarray] = deque()  # and not among them yet
         self._lock = threading.Lock()
 
     def empty(self, n_bytes: int) -> np.ndarray:
@@ -36,12 +38,13 @@ class Buffers:
         block = self._take(n_bytes)
         # Through a memoryview, since a view of a view of an array refers to the array alone, not to what is between:
         # so this one lives as long as any view of it.
-        array = np.frombuffer(memoryview(block)[:n_bytes], np.uint8)
+        array = np.frombuffer(block.data[:n_bytes], np.uint8)
         weakref.finalize(array, self._put, block).atexit = False
         return array
 
     def _take(self, n_bytes: int) -> np.ndarray:
         with self._lock:
+            self._sort_in()
             for i in reversed(range(len(self._kept))):
                 if n_bytes <= len(self._kept[i]) <= 2 * n_bytes:
                     block = self._kept.pop(i)
@@ -50,11 +53,22 @@ class Buffers:
         return np.empty(n_bytes, np.uint8)
 
     def _put(self, block: np.ndarray) -> None:
-        with self._lock:
+        # A collection of garbage may call this anywhere, also while this very thread holds the lock: nothing may wait.
+        self._returned.append(block)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        """Keep what has been returned, as far as the limit allows."""
+        while self._returned:
+            block = self._returned.popleft()
             self._kept.append(block)
             self.kept_bytes += len(block)
-            while self.kept_bytes > self._limit:
-                self.kept_bytes -= len(self._kept.pop(0))
+        while self.kept_bytes > self._limit:
+            self.kept_bytes -= len(self._kept.pop(0))
 
 
 _shared = Buffers()

@@ -326,7 +326,7 @@ def _write_piece(handle: int, piece: Piece) -> bytes:
 
 
 def _checksum(handle: int, piece: Piece) -> bytes:
-    data = memoryview(buffers.empty(piece.n_bytes + piece.padding))
+    data = buffers.empty(piece.n_bytes + piece.padding).data
     done = 0
     while done < len(data) and (n := os.preadv(handle, [data[done:]], piece.offset + done)):
         done += n
