@@ -171,6 +171,7 @@ def odd_columns(kind: Type) -> list[int]:
     return [1, 3, 17, 129, 1000] if block == 1 else [block, 3 * block, 7 * block, 33 * block]
 
 
+@pytest.mark.skipif(bool(kernels.elsewhere()), reason="an op needs the library; elsewhere are kernels only")
 @pytest.mark.parametrize("isa", [name for name in kernels.here() if not name.startswith("width")])
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_every_type_at_odd_sizes(
@@ -627,7 +628,8 @@ def test_image_attend(isa: str, rng: np.random.Generator, n: int, d: int, n_keys
 @pytest.mark.parametrize("n", SIZES)
 def test_gelu_tanh(isa: str, rng: np.random.Generator, n: int) -> None:
     x = normal(rng, n, scale=3)
-    assert nmse(row(isa, "gelu_tanh", [x], n), vision.gelu_tanh(wide(x))) < BOUND
+    # Of large negative inputs nothing is left, of which neither side has all digits.
+    assert off(row(isa, "gelu_tanh", [x], n), vision.gelu_tanh(wide(x)), x) < BOUND
     ends = np.array([-np.inf, -1e30, -100, -0.0, 0, 100, 1e30, np.inf, np.nan], np.float32)
     found = row(isa, "gelu_tanh", [ends], len(ends))
     assert np.array_equal(found[1:8], [0, 0, 0, 0, 100, np.float32(1e30), np.inf])
