@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 HELD_OUT_SEED = 20261130
 HELD_OUT = {"shape": 120, "colour": 120, "both": 80, "count": 60, "place": 60, "number": 60}
 FINE = 3  # pictures are drawn this many times larger and then reduced, for smooth edges
-MIN_SIDE, MAX_SIDE, MAX_AREA = 44, 140, 11000
+MIN_SIDE, MAX_SIDE, MAX_AREA = 56, 140, 11000
 
 # Words that the text model can already spell or copy.
 COLOURS = {
@@ -33,7 +33,7 @@ COLOURS = {
     "purple": (130, 50, 160),
 }
 SHAPES = ("ball", "ring", "box", "kite", "moon", "star", "house", "tree")
-PLACES = ("left", "right", "top", "bottom")
+PLACES = ("left", "right", "up", "down")
 BACKGROUNDS = ((255, 255, 255), (236, 236, 228), (205, 225, 240), (150, 152, 155), (222, 205, 178))
 MAX_COUNT = 5
 TINT = 14  # how far a colour component may be from the table's
@@ -142,22 +142,40 @@ def _drawing(rng: random.Random, kind: str) -> Scene:
         return Scene(width, height, background, items, {**truth, "count": str(n)})
     if kind == "place":
         place = rng.choice(PLACES)
-        radius = short * rng.uniform(0.14, 0.2)
-        along, across = (width, height) if place in ("left", "right") else (height, width)
+        level = place in ("left", "right")
+        radius = short * rng.uniform(0.17, 0.22)
+        along, across = (width, height) if level else (height, width)
         near = rng.uniform(radius + 1, along * 0.28)
-        near = near if place in ("left", "top") else along - near
-        middle = across * rng.uniform(0.4, 0.6)
-        x, y = (near, middle) if along is width and place in ("left", "right") else (middle, near)
-        figure = item(shape, round(x, 1), round(y, 1), radius, 12)
+        near = round(near if place in ("left", "up") else along - near, 1)
+        middle = round(across * rng.uniform(0.4, 0.6), 1)
+        figure = item(shape, near if level else middle, middle if level else near, radius, 12)
         return Scene(width, height, background, (figure,), truth | {"place": f"{place.capitalize()}."})
-    radius = max(13.0, short * rng.uniform(0.24, 0.45))
+    radius = short * rng.uniform(0.27, 0.45)
     figure = item(shape, _inside(rng, width, radius), _inside(rng, height, radius), radius, 12)
     return Scene(width, height, background, (figure,), truth)
 
 
+def eased(scene: Scene, ease: float) -> Scene:
+    """The scene with its figure, if it is only one, moved to the middle, enlarged and set upright on a white ground, by
+    a share from 0 (as it is) to 1: what to learn from first."""
+    if len(scene.items) > 1 or "place" in scene.truth:
+        return scene
+    (item,) = scene.items
+
+    def mixed(value: float, easy: float) -> float:
+        return round(value + (easy - value) * ease, 1)
+
+    r, g, b = (round(mixed(c, 255)) for c in scene.background)
+    x, y = mixed(item.x, scene.width / 2), mixed(item.y, scene.height / 2)
+    radius = mixed(item.radius, 0.44 * min(scene.width, scene.height))
+    return replace(
+        scene, background=(r, g, b), items=(replace(item, x=x, y=y, radius=radius, angle=mixed(item.angle, 0)),)
+    )
+
+
 def _scattered(rng: random.Random, width: int, height: int, n: int, make: Any) -> tuple[Item, ...]:
     """``n`` figures of one size that do not touch; starts again with a smaller size when it gets stuck."""
-    radius = min(width, height) * rng.uniform(0.15, 0.2)
+    radius = min(width, height) * rng.uniform(0.16, 0.2)
     while True:
         places: list[tuple[float, float]] = []
         for _ in range(60):

@@ -42,6 +42,7 @@ STEPS = {"words": 400, "look": 500, "joint": 700}
 BATCH = {"words": 32, "look": 64, "joint": 32}
 PEAK = {"words": 0.03, "look": 1.5e-3, "joint": 1e-3}  # learning rates
 PRINT_EVERY = 10  # steps
+EASED = 0.5  # share of the stage look over which the pictures grow from easy ones to those of the world
 DEV_SEED, N_DEV = 7, 160
 UNLEARNED_END = 6  # tokens after the first of the end of a turn, which the text model writes by itself
 
@@ -100,7 +101,7 @@ def optimizers(module: nn.Module, args: argparse.Namespace) -> list[torch.optim.
     """Muon for the matrices of the tower and of the projector, Adam for the rest."""
     matrices, others = [], []
     for name, p in module.named_parameters():
-        (matrices if p.ndim == 2 and name.startswith(("vision_tower", "mm_projector")) else others).append(p)
+        (matrices if p.ndim == 2 and name.startswith("vision.") else others).append(p)
     adam = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     return [adam, Muon(matrices, lr=args.lr_muon, weight_decay=0.05)] if matrices else [adam]
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--stop-at", type=int, help="end after this step as if killed, for probes")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--lr-muon", type=float, default=0.01)
+    parser.add_argument("--lr-muon", type=float, default=0.006)
     parser.add_argument("--fit-steps", type=int, default=200, help="steps of joint in which rows are fitted to words")
     parser.add_argument("--warm-up", type=int, default=20, help="steps")
     parser.add_argument("--seed", type=int, default=1)
@@ -239,7 +240,8 @@ class Stage:
         while self.step < min(args.steps, args.stop_at or args.steps):
             began = time.monotonic()
             rng = random.Random(f"{args.seed}/{args.stage}/{self.step}")
-            samples = vision_data.drawn(self.enc, rng, args.batch)
+            ease = max(0.0, 1 - self.step / (EASED * args.steps)) if args.stage == "look" else 0.0
+            samples = vision_data.drawn(self.enc, rng, args.batch, ease)
             self.n_seen += len(samples)
             own = list(parallel.mine(samples))
             part, told = self.loss(own)

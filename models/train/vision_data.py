@@ -71,11 +71,11 @@ def sample(enc: tiktoken.Encoding, scene: Scene, kind: str) -> Sample:
     return Sample(scene, kind, ids + out.ids, [False] * len(ids) + out.learn)
 
 
-def drawn(enc: tiktoken.Encoding, rng: random.Random, n: int) -> list[Sample]:
+def drawn(enc: tiktoken.Encoding, rng: random.Random, n: int, ease: float = 0.0) -> list[Sample]:
     """``n`` questions about as many new pictures. Any question with an answer is asked: the colour of a number too."""
     out = []
     for kind in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=n):
-        scene = pictures.scene(rng, kind)
+        scene = pictures.eased(pictures.scene(rng, kind), ease)
         asked = kind if rng.random() < 0.8 else rng.choice(list(scene.truth))
         out.append(sample(enc, scene, asked))
     return out
