@@ -57,7 +57,7 @@ class Run:
             )
         assert self.llm.vision is not None
         self.llm._files.check()
-        rows = iter(self.llm.vision.features(images))
+        rows = iter(self.llm.vision.features(images, lambda: self.llm._cancelled))
         return [item if isinstance(item, int) else next(rows) for item in self.prompt]
 
     def start(self) -> Generator[int, None, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from .chat.messages import Message
 from .chat.pictures import image_sources
 from .checks import flag, function, path_bytes, whole
 from .errors import ArgumentError
-from .handles import Features, Handles
+from .handles import Features, Handles, ProgressCallback
 from .images import ImageLimits, ImageSource, Preprocessed, preprocess
 
 CACHE_BYTES = 1 << 28
@@ -84,21 +84,21 @@ class Tower:
         mean, std = self.info["image_mean"], self.info["image_std"]
         return preprocess(source, self._limits, exif=self.options.exif, mean=mean, std=std)
 
-    def features(self, images: Iterable[Preprocessed]) -> list[Features]:
-        """The rows of each image, encoded where they are not kept.
+    def features(self, images: Iterable[Preprocessed], stopped: Callable[[], bool] = lambda: False) -> list[Features]:
+        """The rows of each image, encoded where they are not kept. `stopped` is asked before every op whether to stop.
 
         Those of one call stay until the next, and others as long as all together take at most `cache_bytes`.
 
         Raises:
             ArgumentError: an image has more patches than the tower takes.
-            CancelledError: `cancel` was called, or Ctrl-C pressed.
+            CancelledError: stopped, or `cancel` was called.
             NumericError: a result is not finite.
         """
         found = []
         for image in images:
             rows = self._kept.pop(image.digest, None)
             if rows is None:
-                rows = self._encode(image)
+                rows = self._encode(image, stopped)
             self._kept[image.digest] = rows
             found.append(Features(rows, image.digest ^ int(self.info["fingerprint"])))
         now = {id(features.rows) for features in found}
@@ -110,7 +110,7 @@ class Tower:
                 held -= self._kept.pop(digest).nbytes
         return found
 
-    def _encode(self, image: Preprocessed) -> np.ndarray:
+    def _encode(self, image: Preprocessed, stopped: Callable[[], bool]) -> np.ndarray:
         pixels = np.ascontiguousarray(image.pixels, np.float32)
         n_patches = image.grid[0] * image.grid[1]
         expected = (n_patches, 3, self.info["patch_size"], self.info["patch_size"])
@@ -118,11 +118,13 @@ class Tower:
             raise ArgumentError(f"pixels have the shape {pixels.shape}, expected {expected}")
         rows = np.empty((image.n_tokens, self.info["projection_dim"]), np.float32)
         source, target = ffi.from_buffer("float[]", pixels), ffi.from_buffer("float[]", rows)
-        self._handles.compute(
-            lambda: lib.delta_vision_encode(
-                self._handles.vision, source, 1, *image.grid, target, rows.size, ffi.NULL, ffi.NULL
+        report = ProgressCallback(None, stopped)
+        with self._handles.use():
+            status = lib.delta_vision_encode(
+                self._handles.vision, source, 1, *image.grid, target, rows.size, report.function, ffi.NULL
             )
-        )
+        report.reraise()
+        call(status)
         rows.flags.writeable = False
         self.n_encoded += 1
         return rows

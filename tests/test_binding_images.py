@@ -7,6 +7,8 @@ import gc
 import io
 import json
 import os
+import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from PIL import Image
 
 import conversion
 import tiny
-from deltallama import ArgumentError, ContextFullError, Features, Llama, StateError, UnsupportedError
+from deltallama import ArgumentError, CancelledError, ContextFullError, Features, Llama, StateError, UnsupportedError
 from deltallama.cli import main
 from deltallama.images import ImageLimits, preprocess
 from reference import Checkpoint, vision
@@ -139,6 +141,33 @@ def test_every_way_to_give_an_image_is_the_same_image(folder: Path, tmp_path: Pa
     assert fetched == ["https://example.org/a.png"]
 
 
+def test_cancelling_while_an_image_is_encoded(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another thread; the timeline is as before, and the next call is whole."""
+    assert llm.vision is not None
+    encode, begun = llm.vision._encode, threading.Event()
+
+    def encode_late(image: Any, stopped: Any) -> np.ndarray:
+        begun.set()
+        while not llm._cancelled:
+            time.sleep(0.001)
+        return encode(image, stopped)
+
+    monkeypatch.setattr(llm.vision, "_encode", encode_late)
+
+    def cancel() -> None:
+        begun.wait()
+        llm.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(CancelledError):
+        llm.chat([user(picture(1))], **GREEDY)
+    thread.join()
+    assert llm.n_tokens == 0
+    monkeypatch.undo()
+    assert llm.chat([user(picture(1))], **GREEDY).tokens
+
+
 def test_several_images_and_text_over_turns(folder: Path, llm: Llama) -> None:
     """A later turn encodes and computes what is new only; the answer is that of a fresh model."""
     messages: list[Any] = []
@@ -177,7 +206,10 @@ def test_rows_are_kept_within_bounds(folder: Path) -> None:
         assert counts == [1, 2, 2, 3, 3, 4, 5, 5]
 
 
-def test_limits_of_tokens(folder: Path) -> None:
+def test_h1_limits_of_tokens(folder: Path) -> None:
+    with opened(folder, image_max_tokens=256) as llm:
+        llm.chat([user(picture(1, 2875, 1500))], **GREEDY)
+        assert runs(llm.tokens) == [242]
     image = picture(1, 600, 400)
     for options, expected in [
         ({}, 22 * 15),

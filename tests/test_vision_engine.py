@@ -71,12 +71,13 @@ def test_h6_features_of_every_grid(
     """Float32 and float64, on one and several threads: the same bits for any number of threads."""
     pixels = picture(rng, grid)
     wanted = expected(checkpoint, pixels, grid)
-    for activations, bound in (("fine", 1e-9), ("exact", 1e-13)):
+    for device, activations, bound in (("cpu", "fine", 1e-9), ("cpu", "exact", 1e-13), ("ref", "exact", 1e-13)):
         found = []
         for n_threads in (1, 3):
-            with Engine(text, activations=activations, n_ctx=16, n_threads=n_threads, poison=1) as engine:
+            options = {"device": device, "activations": activations, "n_threads": n_threads}
+            with Engine(text, n_ctx=16, poison=1, **options) as engine:
                 found.append(Tower(engine, mmproj("f32")).encode(pixels, grid))
-        assert nmse(found[0], wanted) <= bound, activations
+        assert nmse(found[0], wanted) <= bound, (device, activations)
         assert np.array_equal(found[0], found[1])
 
 
