@@ -19,7 +19,7 @@ from .chat import get_format
 from .chat.messages import Channel, Message, check_complete, refuse_images
 from .chat.pictures import Fetch
 from .checks import choice, flag, path_bytes, token_ids, whole
-from .errors import ArgumentError, FormatError, StateError
+from .errors import ArgumentError, FormatError, StateError, UnsupportedError
 from .files import OpenFiles
 from .generation import Run
 from .handles import Features, Handles, Params, Progress, ProgressCallback, native_ids, native_pieces
@@ -150,6 +150,8 @@ class Llama:
         path = os.fsdecode(path_bytes(model_path))
         tower_path = None if mmproj is None else os.fsdecode(path_bytes(mmproj))
         fields, self._files = _read_fields(path)
+        if fields.get("general.architecture") == "clip":
+            raise UnsupportedError(f"{path} is a vision tower, no text model: give it as mmproj beside one")
         if tower_path is not None:
             self._files.add(_read_paths(tower_path))
         self.tokenizer = Tokenizer(fields)

@@ -298,6 +298,8 @@ def test_options_that_are_refused(folder: Path, tmp_path: Path) -> None:
             opened(folder, **options)
     with pytest.raises(UnsupportedError, match="'kimi-k3' is no vision tower"):
         Llama(folder / "text.gguf", mmproj=folder / "text.gguf")
+    with pytest.raises(UnsupportedError, match="is a vision tower, no text model"):
+        Llama(folder / "mmproj.gguf")
     with pytest.raises(FileNotFoundError):
         Llama(folder / "text.gguf", mmproj=tmp_path / "absent.gguf")
 
@@ -400,3 +402,5 @@ def test_wrong_use_of_the_command_line(folder: Path, capsys: pytest.CaptureFixtu
     ]:
         assert main(["run", model, "What?", *arguments]) == 1
         assert words in capsys.readouterr().err
+    assert main(["info", tower]) == 1
+    assert "is a vision tower, no text model" in capsys.readouterr().err

@@ -40,6 +40,9 @@ void count_parameters(const GgufSet& file, BoundModel& m) {
 
 BoundModel build_model(const GgufSet& file) {
     const std::string name(file.string("general.architecture"));
+    if (name == "clip") {
+        throw Error(DELTA_UNSUPPORTED, format("%s is a vision tower, no text model: it is opened beside one (mmproj)", file.path().c_str()));
+    }
     std::string known;
     for (const Architecture& a : kArchitectures) {
         if (name == a.name) {
