@@ -295,3 +295,17 @@ def test_convert_bench_says_what_failed(
     quiet(0.5)
     assert convert_bench.main(arguments) == 2
     assert "used 50% of a core" in capsys.readouterr().err
+
+
+# -- long contexts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_long_context_stays_within_the_planned_memory(tmp_path: Path) -> None:
+    script = Path(machine.__file__).with_name("long_context.py")
+    command = [sys.executable, str(script), str(tmp_path), "-n", "2560", "--cache-type", "q8_0", "-t", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[1].startswith("long-kl-bench-q8_0.gguf: context 2,560, 1 threads, cache q8_0")
+    depths = [int(line.split()[0].replace(",", "")) for line in lines[5:7]]
+    assert depths == [1024, 2560 - 512 - 16] and lines[7].split()[0] == "ratio"
