@@ -4,14 +4,13 @@
 #include <cstring>
 
 #include "cpu/ops.h"
+#include "cpu/rows.h"
 
 namespace delta {
 namespace {
 
 constexpr int64_t kStretch = 1024;  // values of one item of an elementwise op
 constexpr int64_t kSlow = 16;       // an exponential, in multiplications
-
-const float* vector(const Weight& w) { return reinterpret_cast<const float*>(w.data); }
 
 // f(first, n) over stretches of the whole output.
 template <class F>
@@ -20,15 +19,6 @@ void elementwise(CpuBackend& self, const FloatCall& c, int64_t cost, const F& f)
     self.parallel((n + kStretch - 1) / kStretch, kStretch * cost, [&](int64_t begin, int64_t end, int32_t) {
         const int64_t first = begin * kStretch;
         f(first, std::min(end * kStretch, n) - first);
-    });
-}
-
-template <class F>
-void each_row(CpuBackend& self, int64_t n_rows, int64_t cost, const F& f) {
-    self.parallel(n_rows, cost, [&](int64_t begin, int64_t end, int32_t) {
-        for (int64_t r = begin; r < end; ++r) {
-            f(r);
-        }
     });
 }
 

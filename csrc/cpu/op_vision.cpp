@@ -4,24 +4,10 @@
 #include <cstring>
 
 #include "cpu/ops.h"
+#include "cpu/rows.h"
 #include "ref/ref_image.h"
 
 namespace delta {
-namespace {
-
-const float* vector(const Weight& w) { return reinterpret_cast<const float*>(w.data); }
-
-// f(r) for every row; `cost` of one, in multiplications.
-template <class F>
-void each_row(CpuBackend& self, int64_t n_rows, int64_t cost, const F& f) {
-    self.parallel(n_rows, cost, [&](int64_t begin, int64_t end, int32_t) {
-        for (int64_t r = begin; r < end; ++r) {
-            f(r);
-        }
-    });
-}
-
-}  // namespace
 
 void cpu_pixels(CpuBackend& self, const FloatCall& c) {
     const int64_t n = c.op->out.cols;
