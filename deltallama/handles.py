@@ -37,7 +37,7 @@ def devices() -> list[dict[str, Any]]:
 def plan(model_path: str | os.PathLike[str], **options: Any) -> tuple[dict[str, Any], dict[str, int]]:
     """Checks a model file as opening does and tells its sizes and planned bytes, without allocating them.
 
-    Takes the options of `Llama`. Returns the fields of `delta_model_info` and of `delta_memory`.
+    Takes the options of `Llama` but those about images. Returns the fields of `delta_model_info` and of `delta_memory`.
     """
     params = Params(**options)
     info, memory = new_struct("delta_model_info"), new_struct("delta_memory")
