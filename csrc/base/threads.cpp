@@ -35,9 +35,13 @@ void ThreadPool::check_size(int32_t n_threads) {
     }
 }
 
-ThreadPool::ThreadPool(const ThreadOptions& options) {
+int32_t ThreadPool::size(const ThreadOptions& options) {
     check_size(options.n_threads);
-    const int32_t n = options.n_threads == 0 ? std::min(physical_cores(), kMaxThreads) : options.n_threads;
+    return options.n_threads == 0 ? std::min(physical_cores(), kMaxThreads) : options.n_threads;
+}
+
+ThreadPool::ThreadPool(const ThreadOptions& options) : stretches_(static_cast<size_t>(size(options))) {
+    const auto n = static_cast<int32_t>(stretches_.size());
     n_used_ = n;
     // With more threads than processors a spinning thread only keeps a working one away.
     spin_limit_ = n <= usable_cpus() ? kSpins : 0;
@@ -67,12 +71,15 @@ void ThreadPool::stop() {
 }
 
 void ThreadPool::run_chunks(int32_t thread) {
-    for (;;) {
-        const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
-        if (begin >= n_items_) {
-            return;
+    for (int32_t i = 0; i < n_used_; ++i) {
+        Stretch& stretch = stretches_[static_cast<size_t>((thread + i) % n_used_)];
+        for (;;) {
+            const int64_t begin = stretch.next.fetch_add(chunk_, std::memory_order_relaxed);
+            if (begin >= stretch.end) {
+                break;
+            }
+            fn_(context_, begin, begin + std::min(chunk_, stretch.end - begin), thread);
         }
-        fn_(context_, begin, begin + std::min(chunk_, n_items_ - begin), thread);
     }
 }
 
@@ -101,9 +108,15 @@ void ThreadPool::parallel_for(int64_t n_items, int64_t chunk, Fn fn, void* conte
     const std::lock_guard turn(caller_mutex_);
     fn_ = fn;
     context_ = context;
-    n_items_ = n_items;
     chunk_ = chunk;
-    next_.store(0, std::memory_order_relaxed);
+    int64_t first = 0;
+    for (int32_t i = 0; i < n_used_; ++i) {
+        // n_items / n_used_ each, and one more for the first of them, so that nothing overflows.
+        const int64_t end = first + n_items / n_used_ + (i < n_items % n_used_ ? 1 : 0);
+        stretches_[static_cast<size_t>(i)].next.store(first, std::memory_order_relaxed);
+        stretches_[static_cast<size_t>(i)].end = end;
+        first = end;
+    }
     open_.store(++last_job_);
     if (sleepers_.load() != 0) {
         const std::lock_guard lock(sleep_mutex_);

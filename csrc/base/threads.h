@@ -1,5 +1,6 @@
-// The engine's thread pool: fork and join, work handed out in chunks from one atomic counter. Which thread gets which chunk varies;
-// a caller whose chunks do not depend on each other gets the same result for every number of threads.
+// The engine's thread pool: fork and join. Each thread has a stretch of the items of its own, so that it reads memory in one direction,
+// and takes from the stretches of others when that is done. Which thread gets which chunk varies; a caller whose chunks do not depend
+// on each other gets the same result for every number of threads.
 #pragma once
 
 #include <atomic>
@@ -54,6 +55,13 @@ class ThreadPool {
     }
 
    private:
+    // Items that one thread begins with; anybody may take the next chunk.
+    struct alignas(64) Stretch {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+
+    static int32_t size(const ThreadOptions& options);
     void worker(int32_t thread, const ThreadOptions& options);
     void run_chunks(int32_t thread);
     void stop();
@@ -66,10 +74,9 @@ class ThreadPool {
     // The job. Written while no job is open and no worker is inside; read by workers that entered an open one.
     Fn fn_ = nullptr;
     void* context_ = nullptr;
-    int64_t n_items_ = 0;
     int64_t chunk_ = 1;
     uint64_t last_job_ = 0;
-    alignas(64) std::atomic<int64_t> next_{0};      // first item not handed out
+    std::vector<Stretch> stretches_;                // [n_threads]
     alignas(64) std::atomic<uint64_t> open_{0};     // number of the open job; 0: none; kStop: leave
     alignas(64) std::atomic<int32_t> active_{0};    // workers inside the job
 

@@ -29,7 +29,7 @@ class CpuBackend final : public HostBackend {
     template <class F>
     void parallel(int64_t n, int64_t cost, F&& f) {
         constexpr int64_t kWorthAThread = 16384;
-        const int64_t share = n / (int64_t{4} * pool.n_used());
+        const int64_t share = n / (int64_t{16} * pool.n_used());
         pool.parallel_for(n, std::max<int64_t>({1, share, kWorthAThread / std::max<int64_t>(cost, 1)}), f);
     }
 

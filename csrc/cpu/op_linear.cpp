@@ -71,7 +71,7 @@ void cpu_linear(CpuBackend& self, const FloatCall& c) {
 
     // Items are (matrix, weight rows, input rows): all input rows meet a stretch of weights before the next stretch is begun.
     const int64_t row_blocks = (c.n_rows + kRowBlock - 1) / kRowBlock;
-    const int64_t fair = w.mats * w.rows * row_blocks / (int64_t{8} * self.n_threads());
+    const int64_t fair = w.mats * w.rows * row_blocks / (int64_t{16} * self.n_threads());
     const int64_t cached = std::max<int64_t>(kWeightBytes / static_cast<int64_t>(w.row_bytes()), 1);
     const int64_t chunk = (std::clamp<int64_t>(fair, 1, cached) + kRowStep - 1) / kRowStep * kRowStep;
     const int64_t chunks = (w.rows + chunk - 1) / chunk;

@@ -10,7 +10,7 @@ namespace delta {
 namespace {
 
 constexpr int32_t kExpertRows = 64;    // inputs of one expert at a time
-constexpr int64_t kInnerChunk = 64;  // rows of gate and up of one item; a multiple of kInputBlock, so that its results can be rounded
+constexpr int64_t kInnerChunk = 32;  // rows of gate and up of one item; a multiple of kInputBlock, so that its results can be rounded
 constexpr int64_t kDownChunk = 32;   // rows of down of one item
 
 struct RouteScratch {
