@@ -30,6 +30,8 @@ FFI, LIB = native.load()
 ISAS = kernels.isas()
 INPUT_F32, INPUT_I16, INPUT_I8 = range(3)
 BLOCK, KEY_BLOCK, CHUNK, LANES = 32, 64, 16, 16
+INPUT_BYTES = np.dtype([("high", np.int8, BLOCK), ("low", np.int8, BLOCK), ("sums", np.int32, 2)])
+ROUNDED_BLOCK = 2 * BLOCK + 3 * 4 + INPUT_BYTES.itemsize  # bytes of a block of rounded inputs
 F16, BF16, Q8_0, MXFP4 = int(Type.F16), int(Type.BF16), int(Type.Q8_0), int(Type.MXFP4)
 SIZES = [1, 3, 4, 15, 16, 17, 48, 129, 1000]
 BOUND = 1e-12
@@ -110,6 +112,13 @@ def encoded(rng: np.random.Generator, type_: int, n_w: int, n: int) -> tuple[np.
     return memory[shift:], wide(values), raw.shape[1]
 
 
+def rounded_parts(row: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A rounded input (`CpuInput` in kernels.h): integers, scales, scaled sums of 16, the integers as bytes."""
+    ends = np.cumsum([2 * n, 4 * (n // BLOCK), 4 * (n // 16)])
+    q, scales, sums, each = np.split(row, ends)
+    return q.view(np.int16), scales.view(np.float32), sums.view(np.float32), each.view(INPUT_BYTES)
+
+
 def input_rows(isa: str, x: np.ndarray, input_: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows as the kernels read them, bytes [n_x, stride], and the values they stand for."""
     if input_ == INPUT_F32:
@@ -117,9 +126,11 @@ def input_rows(isa: str, x: np.ndarray, input_: int) -> tuple[np.ndarray, np.nda
     n = x.shape[1]
     rows, values = [], []
     for one in x:
-        outputs = [np.zeros(n, np.int16), nans(n // BLOCK), nans(n // 16)]
-        q, scales, sums = call(isa, "quantize", [one], outputs, [n], input_=input_)
-        rows.append(np.concatenate([part.view(np.uint8) for part in (q, scales, sums)]))
+        row = call(isa, "quantize", [one], [np.zeros(n // BLOCK * ROUNDED_BLOCK, np.uint8)], [n], input_=input_)[0]
+        q, scales, sums, each = rounded_parts(row, n)
+        rows.append(row)
+        assert np.array_equal(256 * wide(each["high"]) + each["low"], wide(q).reshape(-1, BLOCK))
+        assert np.array_equal(each["sums"], q.reshape(-1, 2, 16).sum(axis=2))
         values.append((wide(q).reshape(-1, BLOCK) * wide(scales)[:, None]).reshape(-1))
         expected = np.repeat(scales, 2) * q.reshape(-1, 16).sum(axis=1).astype(np.float32)
         assert np.array_equal(sums, expected, equal_nan=True)
@@ -293,7 +304,7 @@ def test_widen_of_all_halves(isa: str) -> None:
     assert np.array_equal(halves, codes.view(np.float16).astype(np.float32), equal_nan=True)
 
 
-@pytest.mark.parametrize("input_,steps", [(INPUT_I16, 32767), (INPUT_I8, 127)])
+@pytest.mark.parametrize("input_,steps", [(INPUT_I16, 127 * 257), (INPUT_I8, 127)])
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e30])
 def test_quantize_rounds_to_nearest(isa: str, rng: np.random.Generator, input_: int, steps: int, scale: float) -> None:
     x = normal(rng, 1, 320, scale=scale)

@@ -175,7 +175,7 @@ void call_row(const CpuKernels& k, const std::string& name, const delta_test_ker
         k.widen_q8_0(static_cast<const uint8_t*>(c.inputs[0]), y, n);
     } else if (name == "quantize") {
         present(c.input < kCpuInputs ? k.quantize[c.input] : nullptr, c)(
-            a, n, static_cast<int16_t*>(c.outputs[0]), static_cast<float*>(c.outputs[1]), static_cast<float*>(c.outputs[2]));
+            a, n, rounded_row(c.outputs[0], n));
     } else if (name == "add") {
         k.add(a, b, n, y);
     } else if (name == "mul_sigmoid") {

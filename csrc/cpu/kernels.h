@@ -18,11 +18,37 @@ enum CpuType {
 constexpr int kFloatTypes = kQ4_0;  // the first so many
 
 // Encodings of the other factor of a product. Floating-point weights take floats; the integers take int16 of 16 or of 8 bits, in this
-// order: n int16; n / 32 float scales, value = scales[i / 32] * q[i]; n / 16 floats, the scale times the sum of 16 integers.
+// order: n int16; n / 32 float scales, value = scales[i / 32] * q[i]; n / 16 floats, the scale times the sum of 16 integers; n / 32
+// InputBytes.
 enum CpuInput { kInputF32, kInputI16, kInputI8, kCpuInputs };
 static constexpr bool rounds_input(CpuInput kind) { return kind != kInputF32; }
 
 constexpr int32_t kInputBlock = 32;   // values that share a scale
+
+// The same integers once more as bytes, 256 * high + low, and the sums of each half.
+struct InputBytes {
+    int8_t high[kInputBlock];
+    int8_t low[kInputBlock];
+    int32_t sums[2];
+};
+constexpr int32_t kMostInt16 = 127 * 256 + 127;  // so that both bytes fit
+
+// A row of n rounded inputs: what lies where.
+struct RoundedRow {
+    int16_t* q;
+    float* scales;
+    float* sums;
+    InputBytes* bytes;
+};
+static inline RoundedRow rounded_row(void* row, int64_t n) {
+    RoundedRow r;
+    r.q = static_cast<int16_t*>(row);
+    r.scales = reinterpret_cast<float*>(r.q + n);
+    r.sums = r.scales + n / kInputBlock;
+    r.bytes = reinterpret_cast<InputBytes*>(r.sums + n / 16);
+    return r;
+}
+static constexpr size_t kRoundedBlockBytes = kInputBlock * sizeof(int16_t) + 3 * sizeof(float) + sizeof(InputBytes);
 constexpr int32_t kKdaChunk = 16;     // tokens per call of kda_scan
 constexpr int32_t kKeyBlock = 64;     // cached positions per call of attend
 constexpr int32_t kMaxQueries = 32;   // queries per call of attend
@@ -110,7 +136,7 @@ struct CpuKernels {
     void (*widen[kFloatTypes])(const uint8_t* src, float* dst, int64_t n);
     void (*widen_q8_0)(const uint8_t* src, float* dst, int64_t n);                          // n: whole blocks
     // Rounds n values, whole blocks of kInputBlock; null for the float inputs. NaN and infinity make the scale of their block NaN.
-    void (*quantize[kCpuInputs])(const float* x, int64_t n, int16_t* q, float* scales, float* sums);
+    void (*quantize[kCpuInputs])(const float* x, int64_t n, const RoundedRow& to);
 
     void (*add)(const float* a, const float* b, int64_t n, float* y);
     void (*mul_sigmoid)(const float* a, const float* b, int64_t n, float* y);               // a * sigmoid(b)

@@ -21,7 +21,7 @@ struct BytePanel {
     // Columns first .. first + n - 1, whole blocks, of the rows from i on; beyond the last row, the last one again.
     void read(const uint8_t* w, size_t w_stride, int32_t i, int32_t n_w, int64_t first, int64_t n) {
         const uint8_t* rows[kRows8];
-        point_at_rows(w, w_stride, i, n_w, rows);
+        point_at_rows<kRows8>(w, w_stride, i, n_w, rows);
         auto at = static_cast<size_t>(first / Type::kColumns) * Type::kBytes;
         for (int64_t c = 0; c < n; c += Type::kColumns, at += Type::kBytes) {
             for (int g = 0; g < Type::kColumns / 32; ++g) {
@@ -49,10 +49,10 @@ struct BytePanel {
 template <class Type, int kPairs>
 inline void byte_panel_to_outputs(const BytePanel<Type>& panel, const void* const* x, int32_t n_x, int64_t n_columns, int64_t first,
                                   int64_t n, int32_t i, int32_t n_rows, float* const* out) {
-    RoundedRow in[2 * kPairs];
+    RoundedInput in[2 * kPairs];
     float acc[2 * kPairs][kRows8] = {};
     for (int j = 0; j < 2 * kPairs; ++j) {
-        in[j] = RoundedRow(x[j < n_x ? j : n_x - 1], n_columns);
+        in[j] = RoundedInput(x[j < n_x ? j : n_x - 1], n_columns);
         if (first > 0 && j < n_x) {
             memcpy(acc[j], out[j] + i, static_cast<size_t>(n_rows) * sizeof(float));
         }
@@ -79,7 +79,7 @@ inline void byte_panel_to_outputs(const BytePanel<Type>& panel, const void* cons
                 const int32x4_t sums[2] = {vreinterpretq_s32_s64(vzip1q_s64(ahead, behind)), vreinterpretq_s32_s64(vzip2q_s64(ahead, behind))};
                 const float32x4_t scale = vld1q_f32(panel.scale[c / Type::kGroup] + 4 * four);
                 for (int j = 0; j < 2; ++j) {
-                    const RoundedRow& of = in[2 * p + j];
+                    const RoundedInput& of = in[2 * p + j];
                     float* const total = acc[2 * p + j] + 4 * four;
                     const float32x4_t factor = vmulq_n_f32(scale, of.scales[(first + c) / kInputBlock]);
                     float32x4_t sum = vfmaq_f32(vld1q_f32(total), vcvtq_f32_s32(sums[j]), factor);

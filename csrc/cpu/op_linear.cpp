@@ -27,8 +27,7 @@ size_t rounded_row_bytes(CpuInput kind, int64_t n) {
     if (!rounds_input(kind)) {
         return 0;
     }
-    const auto blocks = static_cast<size_t>(n / kInputBlock);
-    const size_t bytes = static_cast<size_t>(n) * sizeof(int16_t) + 3 * blocks * sizeof(float);
+    const size_t bytes = static_cast<size_t>(n / kInputBlock) * kRoundedBlockBytes;
     return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
@@ -39,8 +38,7 @@ Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_r
     const size_t row_bytes = rounded_row_bytes(kind, n);
     self.parallel(n_rows, n, [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t i = begin; i < end; ++i) {
-            const RoundedRowPlaces row(buffer + static_cast<size_t>(i) * row_bytes, n);
-            self.kernels.quantize[kind](x + i * x_stride, n, row.q, row.scales, row.sums);
+            self.kernels.quantize[kind](x + i * x_stride, n, rounded_row(buffer + static_cast<size_t>(i) * row_bytes, n));
         }
     });
     return {buffer, row_bytes};

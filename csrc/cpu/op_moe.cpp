@@ -223,8 +223,9 @@ void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
                         k.situ_mul(g, t.up + j * kInnerChunk, n, a.beta, a.linear_beta, y);
                     }
                     if (rounds_input(x.hidden_kind)) {
-                        const RoundedRowPlaces places(hidden, inner);
-                        k.quantize[x.hidden_kind](y, n, places.q + first, places.scales + first / kInputBlock, places.sums + first / 16);
+                        const RoundedRow row = rounded_row(hidden, inner);
+                        k.quantize[x.hidden_kind](y, n, {row.q + first, row.scales + first / kInputBlock, row.sums + first / 16,
+                                                         row.bytes + first / kInputBlock});
                     }
                 }
             }

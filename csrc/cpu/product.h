@@ -15,16 +15,6 @@ struct Inputs {
     const void* row(int64_t i) const { return data + static_cast<size_t>(i) * stride; }
 };
 
-// Where a rounded row of n values keeps what: kernels.h, CpuInput.
-struct RoundedRowPlaces {
-    int16_t* q;
-    float* scales;
-    float* sums;
-
-    RoundedRowPlaces(void* row, int64_t n)
-        : q(static_cast<int16_t*>(row)), scales(reinterpret_cast<float*>(q + n)), sums(scales + n / kInputBlock) {}
-};
-
 // Bytes of one row of n rounded values; 0 if they are not rounded, but used where they are.
 size_t rounded_row_bytes(CpuInput kind, int64_t n);
 
