@@ -9,6 +9,8 @@
 namespace delta {
 namespace {
 
+constexpr int64_t kFewPlaces = 64;     // up to here each matrix is read in one go, and the products between are kept
+constexpr int64_t kFewChunk = 32;      // its rows of one item then
 constexpr int32_t kExpertRows = 64;    // inputs of one expert at a time
 constexpr int64_t kInnerChunk = 32;  // rows of gate and up of one item; a multiple of kInputBlock, so that its results can be rounded
 constexpr int64_t kDownChunk = 32;   // rows of down of one item
@@ -87,6 +89,11 @@ struct ExpertScratch {
     uint8_t* up_input;
     uint8_t* hidden;  // [n_places] rows of X values, float32 or rounded
 
+    // With few places:
+    float* gate;  // [n_places, X]
+    float* up;    // [n_places, X]
+    float* down;  // [n_places, E] each place's part of the sum
+
     // Of one thread:
     uint8_t* threads;
     size_t thread_bytes;
@@ -140,6 +147,10 @@ struct Experts {
         s.up_input = up_kind == gate_kind ? s.gate_input
                                           : space.take<uint8_t>(static_cast<size_t>(n_rows) * rounded_row_bytes(up_kind, up.cols));
         s.hidden = space.take<uint8_t>(n_places * hidden_row_bytes);
+        const size_t n_kept = std::min<size_t>(n_places, kFewPlaces);
+        s.gate = space.take<float>(n_kept * static_cast<size_t>(gate.rows));
+        s.up = space.take<float>(n_kept * static_cast<size_t>(up.rows));
+        s.down = space.take<float>(n_kept * static_cast<size_t>(down.rows));
         Workspace one;
         thread_scratch(one, n_places, static_cast<size_t>(params.n_used), n_decoded());
         s.thread_bytes = one.used();
@@ -177,84 +188,166 @@ int32_t group_by_expert(const FloatCall& c, const Experts& x, const ExpertScratc
     return n_active;
 }
 
-}  // namespace
+// What both ways below share.
+struct ExpertCall {
+    CpuBackend& self;
+    const FloatCall& c;
+    const Experts& x;
+    const ExpertScratch& s;
+    Inputs gate_in;
+    Inputs up_in;
+    int32_t n_active;
 
-void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
-    const CpuKernels& k = self.kernels;
-    const Experts x(self, *c.op);
-    const int32_t n_used = x.params.n_used;
-    const int64_t width = x.gate.cols;
-    const int64_t inner = x.gate.rows;
-    const size_t n_places = static_cast<size_t>(c.n_rows) * static_cast<size_t>(n_used);
-    Workspace space(c.workspace);
-    const ExpertScratch s = x.scratch(space, c.n_rows, self.n_threads());
-    const auto mine = [&](int32_t thread) {
+    int32_t n_used() const { return x.params.n_used; }
+    size_t n_places() const { return static_cast<size_t>(c.n_rows) * static_cast<size_t>(n_used()); }
+    int64_t width() const { return x.gate.cols; }
+    int64_t inner() const { return x.gate.rows; }
+
+    ThreadScratch scratch(int32_t thread) const {
         Workspace part(s.threads + static_cast<size_t>(thread) * s.thread_bytes);
-        return thread_scratch(part, n_places, static_cast<size_t>(n_used), x.n_decoded());
-    };
+        return thread_scratch(part, n_places(), static_cast<size_t>(n_used()), x.n_decoded());
+    }
 
-    const int32_t n_active = group_by_expert(c, x, s);
-    const Inputs gate_in = round_inputs(self, x.gate_kind, c.in[0], c.n_rows, width, width, s.gate_input);
-    const Inputs up_in =
-        x.up_kind == x.gate_kind ? gate_in : round_inputs(self, x.up_kind, c.in[0], c.n_rows, width, width, s.up_input);
-    const int64_t rows_per_expert = (static_cast<int64_t>(n_places) + n_active - 1) / n_active;
+    // Values first .. first + n - 1 of a place's input of `down`, from those of its gate and up.
+    void activate(float* gate, const float* up, int32_t place, int64_t first, int64_t n) const {
+        const CpuKernels& k = self.kernels;
+        uint8_t* hidden = s.hidden + static_cast<size_t>(place) * x.hidden_row_bytes;
+        float* y = !rounds_input(x.hidden_kind) ? reinterpret_cast<float*>(hidden) + first : gate;
+        const Activation& a = x.params.activation;
+        if (a.kind == Activation::Silu) {
+            k.silu_mul(gate, up, n, y);
+        } else {
+            k.situ_mul(gate, up, n, a.beta, a.linear_beta, y);
+        }
+        if (rounds_input(x.hidden_kind)) {
+            const RoundedRow row = rounded_row(hidden, inner());
+            k.quantize[x.hidden_kind](
+                y, n, {row.q + first, row.scales + first / kInputBlock, row.sums + first / 16, row.bytes + first / kInputBlock});
+        }
+    }
+
+    // Values first .. first + n - 1 of a row's sum; part(i) has those of its i-th expert. The order is that of the route, whatever the
+    // grouping.
+    template <class PartOf>
+    void add_up(int64_t row, int64_t first, int64_t n, const float** terms, const PartOf& part) const {
+        for (int32_t i = 0; i < n_used(); ++i) {
+            terms[i] = part(i);
+        }
+        const float* weight = c.in[1] + row * 2 * n_used() + n_used();
+        self.kernels.weighted_sum(terms, weight, n_used(), n, c.out + row * width() + first);
+    }
+};
+
+// Few places: time goes by reading weights, so each matrix is read from its first byte to its last by one thread or a few.
+void few_places(const ExpertCall& e) {
+    CpuBackend& self = e.self;
+    const auto multiply = [&](const Weight& w, int32_t active, int64_t first, const Inputs& in, bool by_place, float* out, int32_t thread) {
+        const int32_t expert = e.s.active[active];
+        const int32_t* places = e.s.places + e.s.begin[expert];
+        multiply_rows(
+            self.kernels, w, expert, first, std::min(kFewChunk, w.rows - first), in, e.s.begin[expert + 1] - e.s.begin[expert],
+            [&](int64_t j) { return by_place ? places[j] : places[j] / e.n_used(); },
+            [&](int64_t j) { return out + places[j] * w.rows + first; }, e.scratch(thread).decoded);
+    };
+    const int64_t inner_chunks = (e.inner() + kFewChunk - 1) / kFewChunk;
+    self.parallel(2 * e.n_active * inner_chunks, kFewChunk * e.width(), [&](int64_t begin, int64_t end, int32_t thread) {
+        for (int64_t item = begin; item < end; ++item) {
+            const auto active = static_cast<int32_t>(item / (2 * inner_chunks));
+            const bool is_up = item / inner_chunks % 2 == 1;
+            const int64_t first = item % inner_chunks * kFewChunk;
+            multiply(is_up ? e.x.up : e.x.gate, active, first, is_up ? e.up_in : e.gate_in, false, is_up ? e.s.up : e.s.gate, thread);
+        }
+    });
+    self.parallel(static_cast<int64_t>(e.n_places()), 16 * e.inner(), [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t p = begin; p < end; ++p) {
+            e.activate(e.s.gate + p * e.inner(), e.s.up + p * e.inner(), static_cast<int32_t>(p), 0, e.inner());
+        }
+    });
+    const Inputs hidden{e.s.hidden, e.x.hidden_row_bytes};
+    const int64_t down_chunks = (e.width() + kFewChunk - 1) / kFewChunk;
+    self.parallel(e.n_active * down_chunks, kFewChunk * e.inner(), [&](int64_t begin, int64_t end, int32_t thread) {
+        for (int64_t item = begin; item < end; ++item) {
+            multiply(e.x.down, static_cast<int32_t>(item / down_chunks), item % down_chunks * kFewChunk, hidden, true, e.s.down, thread);
+        }
+    });
+    self.parallel(e.c.n_rows, e.n_used() * e.width(), [&](int64_t begin, int64_t end, int32_t thread) {
+        for (int64_t r = begin; r < end; ++r) {
+            e.add_up(r, 0, e.width(), e.scratch(thread).terms, [&](int32_t i) { return e.s.down + (r * e.n_used() + i) * e.width(); });
+        }
+    });
+}
+
+// Many places: time goes by multiplying, so what one item computes stays in the cache.
+void many_places(const ExpertCall& e) {
+    CpuBackend& self = e.self;
+    const CpuKernels& k = self.kernels;
+    const Experts& x = e.x;
+    const ExpertScratch& s = e.s;
+    const int64_t inner = e.inner(), width = e.width();
+    const int64_t rows_per_expert = (static_cast<int64_t>(e.n_places()) + e.n_active - 1) / e.n_active;
 
     // Items are (expert, stretch of its inner width): gate, up and the activation, straight into the form that `down` reads.
     const int64_t inner_chunks = (inner + kInnerChunk - 1) / kInnerChunk;
-    self.parallel(n_active * inner_chunks, 2 * kInnerChunk * width * rows_per_expert, [&](int64_t begin, int64_t end, int32_t thread) {
-        const ThreadScratch t = mine(thread);
+    self.parallel(e.n_active * inner_chunks, 2 * kInnerChunk * width * rows_per_expert, [&](int64_t begin, int64_t end, int32_t thread) {
+        const ThreadScratch t = e.scratch(thread);
         for (int64_t item = begin; item < end; ++item) {
-            const int32_t e = s.active[item / inner_chunks];
+            const int32_t expert = s.active[item / inner_chunks];
             const int64_t first = item % inner_chunks * kInnerChunk;
             const int64_t n = std::min(kInnerChunk, inner - first);
-            for (int32_t p = s.begin[e]; p < s.begin[e + 1]; p += kExpertRows) {
-                const int32_t n_x = std::min(kExpertRows, s.begin[e + 1] - p);
-                const auto row = [&](int64_t j) { return s.places[p + j] / n_used; };
-                multiply_rows(k, x.gate, e, first, n, gate_in, n_x, row, [&](int64_t j) { return t.gate + j * kInnerChunk; }, t.decoded);
-                multiply_rows(k, x.up, e, first, n, up_in, n_x, row, [&](int64_t j) { return t.up + j * kInnerChunk; }, t.decoded);
+            for (int32_t p = s.begin[expert]; p < s.begin[expert + 1]; p += kExpertRows) {
+                const int32_t n_x = std::min(kExpertRows, s.begin[expert + 1] - p);
+                const auto row = [&](int64_t j) { return s.places[p + j] / e.n_used(); };
+                const auto gate = [&](int64_t j) { return t.gate + j * kInnerChunk; };
+                const auto up = [&](int64_t j) { return t.up + j * kInnerChunk; };
+                multiply_rows(k, x.gate, expert, first, n, e.gate_in, n_x, row, gate, t.decoded);
+                multiply_rows(k, x.up, expert, first, n, e.up_in, n_x, row, up, t.decoded);
                 for (int32_t j = 0; j < n_x; ++j) {
-                    uint8_t* hidden = s.hidden + static_cast<size_t>(s.places[p + j]) * x.hidden_row_bytes;
-                    float* g = t.gate + j * kInnerChunk;
-                    float* y = !rounds_input(x.hidden_kind) ? reinterpret_cast<float*>(hidden) + first : g;
-                    const Activation& a = x.params.activation;
-                    if (a.kind == Activation::Silu) {
-                        k.silu_mul(g, t.up + j * kInnerChunk, n, y);
-                    } else {
-                        k.situ_mul(g, t.up + j * kInnerChunk, n, a.beta, a.linear_beta, y);
-                    }
-                    if (rounds_input(x.hidden_kind)) {
-                        const RoundedRow row = rounded_row(hidden, inner);
-                        k.quantize[x.hidden_kind](y, n, {row.q + first, row.scales + first / kInputBlock, row.sums + first / 16,
-                                                         row.bytes + first / kInputBlock});
-                    }
+                    e.activate(gate(j), up(j), s.places[p + j], first, n);
                 }
             }
         }
     });
 
-    // Items are stretches of the output, each for all rows and experts: that way every row adds up its experts in the order of its
-    // route, whatever the grouping, and no expert is read twice.
+    // Items are stretches of the output, each for all rows and experts, so that no expert is read twice.
     const Inputs hidden{s.hidden, x.hidden_row_bytes};
     const int64_t down_chunks = (width + kDownChunk - 1) / kDownChunk;
-    self.parallel(down_chunks, kDownChunk * inner * static_cast<int64_t>(n_places), [&](int64_t begin, int64_t end, int32_t thread) {
-        const ThreadScratch t = mine(thread);
+    const int64_t cost = kDownChunk * inner * static_cast<int64_t>(e.n_places());
+    self.parallel(down_chunks, cost, [&](int64_t begin, int64_t end, int32_t thread) {
+        const ThreadScratch t = e.scratch(thread);
         for (int64_t item = begin; item < end; ++item) {
             const int64_t first = item * kDownChunk;
             const int64_t n = std::min(kDownChunk, width - first);
-            for (int32_t i = 0; i < n_active; ++i) {
-                const int32_t e = s.active[i];
+            for (int32_t i = 0; i < e.n_active; ++i) {
+                const int32_t expert = s.active[i];
+                const int32_t* places = s.places + s.begin[expert];
                 multiply_rows(
-                    k, x.down, e, first, n, hidden, s.begin[e + 1] - s.begin[e], [&](int64_t j) { return s.places[s.begin[e] + j]; },
-                    [&](int64_t j) { return t.down + int64_t{s.places[s.begin[e] + j]} * kDownChunk; }, t.decoded);
+                    k, x.down, expert, first, n, hidden, s.begin[expert + 1] - s.begin[expert], [&](int64_t j) { return places[j]; },
+                    [&](int64_t j) { return t.down + int64_t{places[j]} * kDownChunk; }, t.decoded);
             }
-            for (int64_t r = 0; r < c.n_rows; ++r) {
-                for (int32_t i = 0; i < n_used; ++i) {
-                    t.terms[i] = t.down + (r * n_used + i) * kDownChunk;
-                }
-                k.weighted_sum(t.terms, c.in[1] + r * 2 * n_used + n_used, n_used, n, c.out + r * width + first);
+            for (int64_t r = 0; r < e.c.n_rows; ++r) {
+                e.add_up(r, first, n, t.terms, [&](int32_t j) { return t.down + (r * e.n_used() + j) * kDownChunk; });
             }
         }
     });
+}
+
+}  // namespace
+
+void cpu_moe_experts(CpuBackend& self, const FloatCall& c) {
+    const Experts x(self, *c.op);
+    Workspace space(c.workspace);
+    const ExpertScratch s = x.scratch(space, c.n_rows, self.n_threads());
+    const int32_t n_active = group_by_expert(c, x, s);
+    const int64_t width = x.gate.cols;
+    const Inputs gate_in = round_inputs(self, x.gate_kind, c.in[0], c.n_rows, width, width, s.gate_input);
+    const Inputs up_in =
+        x.up_kind == x.gate_kind ? gate_in : round_inputs(self, x.up_kind, c.in[0], c.n_rows, width, width, s.up_input);
+    const ExpertCall call{self, c, x, s, gate_in, up_in, n_active};
+    if (call.n_places() <= kFewPlaces) {
+        few_places(call);
+    } else {
+        many_places(call);
+    }
 }
 
 size_t cpu_moe_experts_workspace(const CpuBackend& self, const Op& op, int32_t n_rows) {
