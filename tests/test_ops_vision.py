@@ -8,7 +8,7 @@ import pytest
 import native
 from op_runner import Weight, nmse, run
 from reference import vision
-from test_ops import DEVICES, bound, normal
+from test_ops import DEVICES, WIDE, bound, normal
 
 pytestmark = pytest.mark.skipif(not native.has_test_api(), reason="the library was built without its test interface")
 
@@ -72,8 +72,11 @@ def test_image_attention(
         "image_attention", [qkv.reshape(n, -1)], params=[heads, d, 10000.0], device=device, out_cols=heads * d,
         image=grid,
     )  # fmt: skip
-    expected = vision.attention(*(qkv[:, part].astype(np.float64) for part in range(3))).reshape(n, -1)
-    assert nmse(found, expected) < bound(device)
+    q, k, v = (qkv[:, part].astype(np.float64) for part in range(3))
+    # A score's rounding is a share of its size, and the exponential makes it a share of the weight.
+    largest = float(np.abs(np.einsum("nhd,mhd->hnm", q, k)).max()) * d**-0.5
+    rounding = 0.0 if device in WIDE else (3e-7 * largest) ** 2
+    assert nmse(found, vision.attention(q, k, v).reshape(n, -1)) < bound(device) + rounding
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
