@@ -70,6 +70,9 @@ void CpuBackend::run_op(const OpCall& call) {
         return;
     }
     const FloatCall c(call);
+    if (call.op->kind != OpKind::Linear && call.op->kind != OpKind::HeadLinear) {
+        rounded = {};
+    }
     switch (call.op->kind) {
         case OpKind::Embed: return cpu_embed(*this, c);
         case OpKind::RmsNorm: return cpu_rms_norm(*this, c);

@@ -33,9 +33,22 @@ class CpuBackend final : public HostBackend {
         pool.parallel_for(n, std::max<int64_t>({1, share, kWorthAThread / std::max<int64_t>(cost, 1)}), f);
     }
 
+    // The rows that the op before has rounded, at the start of the workspace, if it was a product: several products in a row often
+    // have the same input.
+    struct Rounded {
+        const Op* before = nullptr;  // the op that may use them: the next of the same list
+        const float* x = nullptr;
+        int64_t n_rows = 0;
+        int64_t stride = 0;
+        int64_t n = 0;
+        CpuInput kind = kInputF32;
+        bool operator==(const Rounded&) const = default;
+    };
+
     ThreadPool pool;
     CpuKernels kernels;
     delta_activations activations;
+    Rounded rounded;
 
    protected:
     void run_op(const OpCall& call) override;

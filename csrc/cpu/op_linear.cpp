@@ -65,7 +65,14 @@ void cpu_linear(CpuBackend& self, const FloatCall& c) {
     const Weight& w = call.w;
     Workspace space(c.workspace);
     const LinearScratch s = linear_scratch(space, self, w, c.n_rows);
-    const Inputs x = round_inputs(self, self.input_kind(w), c.in[0], c.n_rows * w.mats, call.stride, w.cols, s.inputs);
+    const CpuInput kind = self.input_kind(w);
+    CpuBackend::Rounded wanted{c.op, c.in[0], c.n_rows * w.mats, call.stride, w.cols, kind};
+    // An op does not write over its own input, so what the one before has read is still there.
+    const bool is_there = rounds_input(kind) && wanted == self.rounded;
+    const Inputs x = is_there ? Inputs{s.inputs, rounded_row_bytes(kind, w.cols)}
+                              : round_inputs(self, kind, c.in[0], wanted.n_rows, call.stride, w.cols, s.inputs);
+    ++wanted.before;
+    self.rounded = wanted;
 
     // Items are (matrix, weight rows, input rows): all input rows meet a stretch of weights before the next stretch is begun.
     const int64_t row_blocks = (c.n_rows + kRowBlock - 1) / kRowBlock;
