@@ -157,7 +157,9 @@ def sheet(args: argparse.Namespace) -> None:
     for i, row in enumerate(shown):
         x, y = i % COLUMNS * width, i // COLUMNS * height
         picture = Image.open(io.BytesIO(pictures.encoded(Scene.from_json(row["scene"]))))
-        image.paste(picture, (x + (width - picture.width) // 2, y + 6 + (150 - picture.height) // 2))
+        left, top = x + (width - picture.width) // 2, y + 6 + (150 - picture.height) // 2
+        image.paste(picture, (left, top))
+        pen.rectangle((left - 1, top - 1, left + picture.width, top + picture.height), outline=(150, 150, 150))
         kept = answers[row["id"]]
         colour = (20, 110, 40) if kept["exact"] else (190, 30, 30)
         said = visible(kept["text"]) + ("" if kept["exact"] else f"  (right: {row['answer']})")

@@ -163,8 +163,21 @@ def test_export_holds_what_was_trained(tmp_path: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     texts = {path.read_bytes() for path in files[:-1]}
     assert texts <= set(shards) and len(texts) == len(files) - 1
+    assert {path.name for path in folder.iterdir()} == {path.name for path in NANO.iterdir()}
     text = export.from_checkpoint(folder)
     assert torch.equal(text.embed_tokens, export.from_checkpoint(NANO).embed_tokens)
+
+
+def test_shipped_weights_equal_the_reference() -> None:
+    model = export_vision.vision_from_checkpoint(NANO, torch.float64)
+    weights = reference.tower_weights(Checkpoint(NANO))
+    for row in pictures.held_out_rows()[::100]:
+        scene = pictures.Scene.from_json(row["scene"])
+        patches, grid = vision_data.patches(pictures.picture(scene)), vision_data.grid_of(scene)
+        (expected,) = reference.tower(weights, model.cfg, patches, [(1, *grid)])
+        with torch.no_grad():
+            found = model(torch.from_numpy(patches).double(), [grid]).numpy()
+        assert np.abs(found - expected).max() < 1e-9 * expected.std()
 
 
 def test_training_learns_and_resumes(tmp_path: Path, run: Callable[..., str]) -> None:

@@ -16,7 +16,7 @@ from pictures import Scene
 
 Grid = tuple[int, int]  # rows and columns of patches
 PATCH, MERGE = 14, 2
-WEIGHTS = {"shape": 0.30, "colour": 0.22, "both": 0.14, "count": 0.12, "place": 0.12, "number": 0.10}
+WEIGHTS = {"shape": 0.38, "colour": 0.12, "both": 0.18, "count": 0.13, "place": 0.14, "number": 0.05}
 
 
 @dataclass
