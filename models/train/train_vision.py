@@ -38,9 +38,10 @@ from vision import Vision
 from vision_data import CODES, MERGE, Sample
 
 NANO = Path(__file__).resolve().parent.parent / "kimi-k3-nano"
-STEPS = {"words": 400, "look": 500, "joint": 700}
-BATCH = {"words": 32, "look": 64, "joint": 32}
-PEAK = {"words": 0.03, "look": 1.5e-3, "joint": 1e-3}  # learning rates
+STEPS = {"words": 400, "look": 1000, "joint": 2000}
+BATCH = {"words": 32, "look": 32, "joint": 48}
+PEAK = {"words": 0.02, "look": 1.5e-3, "joint": 1e-3}  # learning rates of Adam
+PEAK_MUON = {"words": 0.0, "look": 6e-3, "joint": 4e-3}  # words has no matrix of a layer
 PRINT_EVERY = 10  # steps
 EASED = 0.5  # share of the stage look over which the pictures grow from easy ones to those of the world
 DEV_SEED, N_DEV = 7, 160
@@ -147,8 +148,8 @@ def main() -> None:
     parser.add_argument("--stop-at", type=int, help="end after this step as if killed, for probes")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--lr-muon", type=float, default=0.006)
-    parser.add_argument("--fit-steps", type=int, default=200, help="steps of joint in which rows are fitted to words")
+    parser.add_argument("--lr-muon", type=float)
+    parser.add_argument("--fit-steps", type=int, default=1500, help="steps of joint in which rows are fitted to words")
     parser.add_argument("--warm-up", type=int, default=20, help="steps")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="fuse elementwise parts; needs a C++ compiler")
     args = parser.parse_args()
     args.steps, args.batch = args.steps or STEPS[args.stage], args.batch or BATCH[args.stage]
-    args.lr = args.lr or PEAK[args.stage]
+    args.lr, args.lr_muon = args.lr or PEAK[args.stage], args.lr_muon or PEAK_MUON[args.stage]
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     parallel.start()
