@@ -1,4 +1,4 @@
-# make demo   convert the small model that ships with the project and ask it three questions
+# make demo   convert the small model that ships with the project and ask it three questions and about a picture
 # make test   the test suite
 # make lint   style and types
 # make bench  speed of the small model on this machine
