@@ -84,8 +84,7 @@ def test_answers_are_those_of_the_reference(pictures: Any, llm: Llama, rng: np.r
 
 
 def test_it_sees(pictures: Any, llm: Llama) -> None:
-    """Every sixth held-out picture that shape or colour is asked of, of which most are answered right (the table in
-    docs/vision.md has all): of guesses one in eight would be. Another Pillow may draw some a little differently."""
+    """Every sixth held-out picture that shape or colour is asked of. The table in docs/vision.md has all."""
     rows = [row for row in held_out() if row["kind"] in ("shape", "colour")][::6]
     replies = [llm.chat([shown(pictures, row)], thinking=False, temperature=0, max_tokens=24).content for row in rows]
-    assert sum(reply == row["answer"] for reply, row in zip(replies, rows, strict=True)) >= 0.75 * len(rows)
+    assert sum(reply == row["answer"] for reply, row in zip(replies, rows, strict=True)) >= 0.85 * len(rows)
