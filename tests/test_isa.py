@@ -411,7 +411,7 @@ def test_kda_prepare(isa: str, rng: np.random.Generator, d: int) -> None:
     out = call(isa, "kda_prepare", [q, k, g], [*(nans(5, d) for _ in range(3)), nans(5)], [5, d, 1])
     assert nmse(out[0], ref.l2_norm(wide(q)) * d**-0.5) < BOUND
     assert nmse(out[1], ref.l2_norm(wide(k))) < BOUND
-    assert nmse(out[2], np.exp(wide(g))) < BOUND
+    assert ulps(out[2], np.exp(wide(g))) < 1.1  # of tiny values too, which with one column may be all there are
     assert np.allclose(out[3], (wide(out[0]) * wide(out[1])).sum(axis=1), rtol=0, atol=1e-7)
 
 
