@@ -70,8 +70,10 @@ class Backend {
     virtual void check_op(const Op& op) const = 0;
     // Scratch that running `op` with up to `n_batch` rows needs.
     virtual size_t workspace_bytes(const Op& op, int32_t n_batch) const = 0;
+    // The same of the whole list, with row numbers as in plan_arena.
+    virtual size_t plan_workspace(const Graph& graph, int32_t n_rows, int32_t n_results) const = 0;
 
-    // Runs the whole list. Memory: `arena` of plan.bytes, `workspace` of the largest workspace_bytes.
+    // Runs the whole list. Memory: `arena` of plan.bytes, `workspace` of plan_workspace.
     virtual void run(const Graph& graph, const ArenaPlan& plan, const Step& step, uint8_t* arena, uint8_t* workspace,
                      const RunOptions& options) = 0;
 };

@@ -36,6 +36,11 @@ std::vector<double> widened(const void* data, size_t n, ValueType type) {
     return {static_cast<const float*>(data), static_cast<const float*>(data) + n};
 }
 
+size_t aligned(size_t bytes) {
+    constexpr size_t kAlign = 64;  // as Workspace gives it
+    return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
 }  // namespace
 
 void HostBackend::describe(delta_device_info& info) const {
@@ -55,33 +60,66 @@ size_t HostBackend::bind_weight(Weight& weight) {
     return 0;
 }
 
+size_t HostBackend::plan_workspace(const Graph& graph, int32_t n_rows, int32_t n_results) const {
+    size_t most = 0;
+    size_t of_group = 0;
+    for (size_t i = 0; i < graph.ops.size(); ++i) {
+        const Op& op = graph.ops[i];
+        const bool results = op.out.id >= 0 && (op.out.rows == RowKind::Outputs || op.out.rows == RowKind::Squares);
+        const int32_t n = results ? n_results : n_rows;
+        of_group = aligned(workspace_bytes(op, std::min(n, kMostRowsAtOnce))) + (i > 0 && graph.ops[i - 1].group == op.group ? of_group : 0);
+        most = std::max({most, of_group, workspace_bytes(op, n)});
+    }
+    return most;
+}
+
 void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& step, uint8_t* arena, uint8_t* workspace,
                       const RunOptions& options) {
     const ValueType type = value_type();
     const auto at = [&](const Value& v) -> void* { return v.id < 0 ? nullptr : arena + plan.offset[static_cast<size_t>(v.id)]; };
-    if (options.poison) {
-        fill_nan(arena, plan.bytes / value_bytes(type), type);
-    }
-    for (size_t index = 0; index < graph.ops.size(); ++index) {
-        if (options.proceed != nullptr && !(*options.proceed)(index)) {
-            return;
-        }
-        const Op& op = graph.ops[index];
+    const auto call_of = [&](const Op& op) {
         OpCall call;
         call.op = &op;
         call.step = &step;
-        const RowKind rows = op.out.id >= 0 ? op.out.rows : op.in[0].rows;
-        call.n_rows = step.n_rows(rows);
+        call.n_rows = step.n_rows(op.out.id >= 0 ? op.out.rows : op.in[0].rows);
         for (size_t i = 0; i < kMaxInputs; ++i) {
             call.in[i] = at(op.in[i]);
         }
         call.out = at(op.out);
         call.workspace = workspace;
-        const size_t n_out = static_cast<size_t>(call.n_rows) * static_cast<size_t>(op.out.cols);
-        if (options.poison && op.out.id >= 0 && !is_in_place(op.kind)) {
-            fill_nan(call.out, n_out, type);
+        return call;
+    };
+    const auto n_out = [](const OpCall& call) { return static_cast<size_t>(call.n_rows) * static_cast<size_t>(call.op->out.cols); };
+    if (options.poison) {
+        fill_nan(arena, plan.bytes / value_bytes(type), type);
+    }
+    std::vector<OpCall> group;
+    for (size_t index = 0; index < graph.ops.size(); ++index) {
+        if (options.proceed != nullptr && !(*options.proceed)(index)) {
+            return;
         }
-        if (call.n_rows > 0 && options.costs == nullptr) {
+        const Op& op = graph.ops[index];
+        const OpCall call = call_of(op);
+        if (index == 0 || graph.ops[index - 1].group != op.group) {
+            begin_group();
+        }
+        if (options.poison && op.out.id >= 0 && !is_in_place(op.kind)) {
+            fill_nan(call.out, n_out(call), type);
+        }
+        // An observer sees an op's output when nothing else has been done, and a cost is that of one op.
+        const bool alone = options.observer != nullptr || options.costs != nullptr || call.n_rows > kMostRowsAtOnce;
+        if (call.n_rows > 0 && !alone) {
+            group.push_back(call);
+            if (index + 1 == graph.ops.size() || graph.ops[index + 1].group != op.group) {
+                uint8_t* free = workspace;
+                for (OpCall& one : group) {
+                    one.workspace = free;
+                    free += aligned(workspace_bytes(*one.op, one.n_rows));
+                }
+                group.size() == 1 ? run_op(group[0]) : run_group(group);
+                group.clear();
+            }
+        } else if (call.n_rows > 0 && options.costs == nullptr) {
             run_op(call);
         } else if (call.n_rows > 0) {
             const auto start = std::chrono::steady_clock::now();
@@ -95,7 +133,7 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
             cost.state_bytes += state_bytes_moved(call);
         }
         if (options.observer != nullptr) {
-            const std::vector<double> out = call.out == nullptr ? std::vector<double>{} : widened(call.out, n_out, type);
+            const std::vector<double> out = call.out == nullptr ? std::vector<double>{} : widened(call.out, n_out(call), type);
             (*options.observer)(op, call.out == nullptr ? nullptr : out.data(), call.n_rows, op.out.cols);
         }
     }

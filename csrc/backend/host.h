@@ -1,6 +1,8 @@
 // What backends in host memory share: allocation and the loop over the ops. A subclass runs single ops.
 #pragma once
 
+#include <span>
+
 #include "backend/backend.h"
 
 namespace delta {
@@ -55,6 +57,9 @@ class Workspace {
     size_t used_ = 0;
 };
 
+// Ops of a group run at once in steps of up to this many rows: with more, one of them is work enough for all threads.
+inline constexpr int32_t kMostRowsAtOnce = 8;
+
 class HostBackend : public Backend {
    public:
     void describe(delta_device_info& info) const override;  // the memory; subclasses add their names
@@ -64,11 +69,19 @@ class HostBackend : public Backend {
     size_t bind_weight(Weight& weight) override;
     void check_op(const Op&) const override {}
     size_t workspace_bytes(const Op&, int32_t) const override { return 0; }
+    size_t plan_workspace(const Graph& graph, int32_t n_rows, int32_t n_results) const final;
     void run(const Graph& graph, const ArenaPlan& plan, const Step& step, uint8_t* arena, uint8_t* workspace,
              const RunOptions& options) final;
 
    protected:
     virtual void run_op(const OpCall& call) = 0;  // at least one row
+    virtual void begin_group() {}                // what comes belongs to another group than what was
+    // The calls of a group, at most kMostRowsAtOnce rows each, in any order or at once. Each has a workspace of its own.
+    virtual void run_group(std::span<const OpCall> calls) {
+        for (const OpCall& call : calls) {
+            run_op(call);
+        }
+    }
 };
 
 }  // namespace delta

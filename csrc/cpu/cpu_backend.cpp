@@ -70,17 +70,14 @@ void CpuBackend::run_op(const OpCall& call) {
         return;
     }
     const FloatCall c(call);
-    if (call.op->kind != OpKind::Linear && call.op->kind != OpKind::HeadLinear) {
-        rounded = {};
-    }
     switch (call.op->kind) {
         case OpKind::Embed: return cpu_embed(*this, c);
         case OpKind::RmsNorm: return cpu_rms_norm(*this, c);
         case OpKind::Add: return cpu_add(*this, c);
         case OpKind::Linear:
-        case OpKind::HeadLinear: return cpu_linear(*this, c);
+        case OpKind::HeadLinear:
+        case OpKind::ShortConv: return run_group({&call, 1});
         case OpKind::Glu: return cpu_glu(*this, c);
-        case OpKind::ShortConv: return cpu_short_conv(*this, c);
         case OpKind::KdaGate: return cpu_kda_gate(*this, c);
         case OpKind::KdaScan: return cpu_kda_scan(*this, c);
         case OpKind::GatedNorm: return cpu_gated_norm(*this, c);
@@ -100,6 +97,36 @@ void CpuBackend::run_op(const OpCall& call) {
         case OpKind::MergeSquares: return cpu_merge_squares(*this, c);
         case OpKind::Count: return;
     }
+}
+
+void CpuBackend::run_group(std::span<const OpCall> calls) {
+    pool.use(calls[0].step->is_batch() ? n_threads_batch_ : n_threads_);
+    if (exact()) {
+        HostBackend::run_group(calls);
+        return;
+    }
+    // One section for all of them: to begin and to end one takes as long as reading some ten kilobytes.
+    std::vector<Items> parts;
+    std::vector<int64_t> ends;  // of each part, in items of all
+    int64_t n = 0;
+    int64_t cost = 0;
+    for (const OpCall& call : calls) {
+        const FloatCall c(call);
+        parts.push_back(call.op->kind == OpKind::ShortConv ? cpu_short_conv_items(*this, c) : cpu_linear_items(*this, c));
+        n += parts.back().n;
+        cost += parts.back().n * parts.back().cost;
+        ends.push_back(n);
+    }
+    parallel(n, cost / std::max<int64_t>(n, 1), [&](int64_t begin, int64_t end, int32_t thread) {
+        for (size_t i = 0; begin < end; ++i) {
+            if (begin < ends[i]) {
+                const int64_t first = ends[i] - parts[i].n;
+                const int64_t stop = std::min(end, ends[i]);
+                parts[i].run(begin - first, stop - first, thread);
+                begin = stop;
+            }
+        }
+    });
 }
 
 void CpuBackend::run_exactly(const OpCall& call) {

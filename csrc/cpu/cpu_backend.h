@@ -1,6 +1,10 @@
 // The CPU device: kernels of the best instruction set of this processor on a thread pool.
 #pragma once
 
+#include <functional>
+#include <span>
+#include <vector>
+
 #include "backend/host.h"
 #include "base/cpu.h"
 #include "base/threads.h"
@@ -33,31 +37,38 @@ class CpuBackend final : public HostBackend {
         pool.parallel_for(n, std::max<int64_t>({1, share, kWorthAThread / std::max<int64_t>(cost, 1)}), f);
     }
 
-    // The rows that the op before has rounded, at the start of the workspace, if it was a product: several products in a row often
-    // have the same input.
+    // Rows that a product of the present group has rounded, and where they are: several products often have the same input.
     struct Rounded {
-        const Op* before = nullptr;  // the op that may use them: the next of the same list
-        const float* x = nullptr;
-        int64_t n_rows = 0;
-        int64_t stride = 0;
-        int64_t n = 0;
-        CpuInput kind = kInputF32;
-        bool operator==(const Rounded&) const = default;
+        const float* x;
+        int64_t n_rows;
+        int64_t stride;
+        int64_t n;
+        CpuInput kind;
+        const uint8_t* data;
     };
 
     ThreadPool pool;
     CpuKernels kernels;
     delta_activations activations;
-    Rounded rounded;
+    std::vector<Rounded> rounded;
 
    protected:
     void run_op(const OpCall& call) override;
+    void begin_group() override { rounded.clear(); }
+    void run_group(std::span<const OpCall> calls) override;
 
    private:
     void run_exactly(const OpCall& call);
 
     int32_t n_threads_;
     int32_t n_threads_batch_;
+};
+
+// The work of one op, cut into items that threads may do in any order: run(begin, end, thread).
+struct Items {
+    int64_t n;
+    int64_t cost;  // of one: CpuBackend::parallel
+    std::function<void(int64_t, int64_t, int32_t)> run;
 };
 
 // The kernels' number of a tensor type; kCpuTypes if there are none for it: then rows are decoded and multiplied as float32.

@@ -28,14 +28,14 @@ size_t conv_scratch_bytes(const Op& op) {
 
 }  // namespace
 
-void cpu_short_conv(CpuBackend& self, const FloatCall& c) {
-    const ConvParams& p = c.op->get<ConvParams>();
+Items cpu_short_conv_items(CpuBackend& self, const FloatCall& c) {
+    const ConvParams p = c.op->get<ConvParams>();
     const int64_t channels = c.op->w[0]->rows;
     const int64_t taps = c.op->w[0]->cols;
     const auto* w = reinterpret_cast<const float*>(c.op->w[0]->data);
     const size_t scratch_bytes = conv_scratch_bytes(*c.op);
     const int64_t n_items = (channels + kChannels - 1) / kChannels;
-    self.parallel(n_items, kChannels * (taps + 16) * c.n_rows, [&](int64_t begin, int64_t end, int32_t thread) {
+    const auto run = [&self, c, p, channels, taps, w, scratch_bytes](int64_t begin, int64_t end, int32_t thread) {
         Workspace space(static_cast<uint8_t*>(c.workspace) + static_cast<size_t>(thread) * scratch_bytes);
         const ConvScratch s = conv_scratch(space, taps);
         for (int64_t item = begin; item < end; ++item) {
@@ -64,7 +64,8 @@ void cpu_short_conv(CpuBackend& self, const FloatCall& c) {
                 }
             }
         }
-    });
+    };
+    return {n_items, kChannels * (taps + 16) * c.n_rows, run};
 }
 
 size_t cpu_short_conv_workspace(const CpuBackend& self, const Op& op) {

@@ -60,39 +60,57 @@ LinearScratch linear_scratch(Workspace& space, const CpuBackend& self, const Wei
 
 }  // namespace
 
-void cpu_linear(CpuBackend& self, const FloatCall& c) {
+namespace {
+
+// The input of a product, rounded if need be; as another product of the group has rounded it, if one has.
+Inputs input_of(CpuBackend& self, const LinearCall& call, const FloatCall& c, const LinearScratch& s) {
+    const CpuInput kind = self.input_kind(call.w);
+    const CpuBackend::Rounded wanted{c.in[0], c.n_rows * call.w.mats, call.stride, call.w.cols, kind, s.inputs};
+    const size_t row_bytes = rounded_row_bytes(kind, wanted.n);
+    if (rounds_input(kind)) {
+        for (const CpuBackend::Rounded& r : self.rounded) {
+            if (r.x == wanted.x && r.n_rows == wanted.n_rows && r.stride == wanted.stride && r.n == wanted.n && r.kind == wanted.kind) {
+                return {r.data, row_bytes};
+            }
+        }
+    }
+    // Ops that do not run at once share their scratch.
+    std::erase_if(self.rounded, [&](const CpuBackend::Rounded& r) { return r.data == s.inputs; });
+    if (rounds_input(kind)) {
+        self.rounded.push_back(wanted);
+    }
+    return round_inputs(self, kind, wanted.x, wanted.n_rows, wanted.stride, wanted.n, s.inputs);
+}
+
+}  // namespace
+
+Items cpu_linear_items(CpuBackend& self, const FloatCall& c) {
     const LinearCall call(*c.op);
     const Weight& w = call.w;
     Workspace space(c.workspace);
     const LinearScratch s = linear_scratch(space, self, w, c.n_rows);
-    const CpuInput kind = self.input_kind(w);
-    CpuBackend::Rounded wanted{c.op, c.in[0], c.n_rows * w.mats, call.stride, w.cols, kind};
-    // An op does not write over its own input, so what the one before has read is still there.
-    const bool is_there = rounds_input(kind) && wanted == self.rounded;
-    const Inputs x = is_there ? Inputs{s.inputs, rounded_row_bytes(kind, w.cols)}
-                              : round_inputs(self, kind, c.in[0], wanted.n_rows, call.stride, w.cols, s.inputs);
-    ++wanted.before;
-    self.rounded = wanted;
+    const Inputs x = input_of(self, call, c, s);
 
     // Items are (matrix, weight rows, input rows): all input rows meet a stretch of weights before the next stretch is begun.
     const int64_t row_blocks = (c.n_rows + kRowBlock - 1) / kRowBlock;
-    const int64_t fair = w.mats * w.rows * row_blocks / (int64_t{16} * self.n_threads());
+    const int64_t fair = w.mats * w.rows * row_blocks / (int64_t{16} * self.pool.n_used());
     const int64_t cached = std::max<int64_t>(kWeightBytes / static_cast<int64_t>(w.row_bytes()), 1);
     const int64_t chunk = (std::clamp<int64_t>(fair, 1, cached) + kRowStep - 1) / kRowStep * kRowStep;
     const int64_t chunks = (w.rows + chunk - 1) / chunk;
     const int64_t rows_per_item = std::min<int64_t>(c.n_rows, kRowBlock);
-    self.parallel(w.mats * chunks * row_blocks, chunk * rows_per_item * w.cols, [&](int64_t begin, int64_t end, int32_t thread) {
+    const auto run = [&self, &w, x, s, row_blocks, chunk, chunks, n_rows = c.n_rows, out = c.out](int64_t begin, int64_t end, int32_t thread) {
         float* decoded = s.decoded + static_cast<size_t>(thread) * decoded_floats(w);
         for (int64_t item = begin; item < end; ++item) {
             const int64_t mat = item / (chunks * row_blocks);
             const int64_t first = item / row_blocks % chunks * chunk;
             const int64_t row = item % row_blocks * kRowBlock;
             multiply_rows(
-                self.kernels, w, mat, first, std::min(chunk, w.rows - first), x, std::min<int64_t>(kRowBlock, c.n_rows - row),
+                self.kernels, w, mat, first, std::min(chunk, w.rows - first), x, std::min<int64_t>(kRowBlock, n_rows - row),
                 [&](int64_t j) { return (row + j) * w.mats + mat; },
-                [&](int64_t j) { return c.out + ((row + j) * w.mats + mat) * w.rows + first; }, decoded);
+                [&](int64_t j) { return out + ((row + j) * w.mats + mat) * w.rows + first; }, decoded);
         }
-    });
+    };
+    return {w.mats * chunks * row_blocks, chunk * rows_per_item * w.cols, run};
 }
 
 size_t cpu_linear_workspace(const CpuBackend& self, const Op& op, int32_t n_rows) {

@@ -16,7 +16,8 @@ void cpu_bank_mix(CpuBackend& self, const FloatCall& call);
 size_t cpu_bank_mix_workspace(const CpuBackend& self, const Op& op);
 void cpu_pick_rows(CpuBackend& self, const FloatCall& call);
 
-void cpu_linear(CpuBackend& self, const FloatCall& call);  // head_linear too
+// Ops of groups are given as items. Products round their input, if need be, before that.
+Items cpu_linear_items(CpuBackend& self, const FloatCall& call);  // head_linear too
 size_t cpu_linear_workspace(const CpuBackend& self, const Op& op, int32_t n_rows);
 
 void cpu_moe_route(CpuBackend& self, const FloatCall& call);
@@ -24,7 +25,7 @@ size_t cpu_moe_route_workspace(const CpuBackend& self, const Op& op);
 void cpu_moe_experts(CpuBackend& self, const FloatCall& call);
 size_t cpu_moe_experts_workspace(const CpuBackend& self, const Op& op, int32_t n_rows);
 
-void cpu_short_conv(CpuBackend& self, const FloatCall& call);
+Items cpu_short_conv_items(CpuBackend& self, const FloatCall& call);
 size_t cpu_short_conv_workspace(const CpuBackend& self, const Op& op);
 void cpu_kda_gate(CpuBackend& self, const FloatCall& call);
 void cpu_kda_scan(CpuBackend& self, const FloatCall& call);

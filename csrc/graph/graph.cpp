@@ -1,5 +1,7 @@
 #include "graph/graph.h"
 
+#include <algorithm>
+
 #include "base/error.h"
 
 namespace delta {
@@ -30,6 +32,22 @@ std::string shape(const Weight& w) {
 }
 
 bool is_vector(const Weight& w, int64_t n) { return w.mats == 1 && w.rows == 1 && w.cols == n; }
+
+// Small ops that stand side by side in a model: projections of one input, and convolutions, each with a state of its own.
+bool may_be_grouped(OpKind kind) { return kind == OpKind::Linear || kind == OpKind::HeadLinear || kind == OpKind::ShortConv; }
+
+// The group of an op that comes after `ops`.
+int32_t group_after(const std::vector<Op>& ops, const Op& op) {
+    if (ops.empty()) {
+        return 0;
+    }
+    const Op& last = ops.back();
+    bool joins = may_be_grouped(op.kind) && may_be_grouped(last.kind) && op.out.rows == last.out.rows;
+    for (auto before = ops.rbegin(); joins && before != ops.rend() && before->group == last.group; ++before) {
+        joins = std::none_of(op.in.begin(), op.in.end(), [&](const Value& v) { return v.id >= 0 && v.id == before->out.id; });
+    }
+    return joins ? last.group : last.group + 1;
+}
 
 }  // namespace
 
@@ -63,6 +81,7 @@ Value Recorder::append(OpKind kind, const std::string& name, std::initializer_li
         op.out = Value{static_cast<int32_t>(graph_.values.size()), rows, static_cast<int32_t>(cols)};
         graph_.values.push_back(op.out);
     }
+    op.group = group_after(graph_.ops, op);
     graph_.ops.push_back(std::move(op));
     return graph_.ops.back().out;
 }

@@ -18,20 +18,21 @@ struct Life {
 
 ArenaPlan plan_arena(const Graph& graph, ValueType type, int32_t n_rows, int32_t n_results) {
     std::vector<Life> life(graph.values.size());
-    const auto touch = [&](const Value& v, int32_t op) {
+    // Time is counted in groups, whose ops may run at once.
+    const auto touch = [&](const Value& v, int32_t group) {
         if (v.id >= 0) {
             Life& l = life[static_cast<size_t>(v.id)];
-            l.first = std::min(l.first, op);
-            l.last = std::max(l.last, op);
+            l.first = std::min(l.first, group);
+            l.last = std::max(l.last, group);
         }
     };
-    for (size_t i = 0; i < graph.ops.size(); ++i) {
-        for (const Value& v : graph.ops[i].in) {
-            touch(v, static_cast<int32_t>(i));
+    for (const Op& op : graph.ops) {
+        for (const Value& v : op.in) {
+            touch(v, op.group);
         }
-        touch(graph.ops[i].out, static_cast<int32_t>(i));
+        touch(op.out, op.group);
     }
-    touch(graph.result, static_cast<int32_t>(graph.ops.size()));  // read after the run
+    touch(graph.result, INT32_MAX);  // read after the run
 
     for (const Value& v : graph.values) {
         const bool result_rows = v.rows == RowKind::Outputs || v.rows == RowKind::Squares;

@@ -15,7 +15,7 @@ struct ArenaPlan {
 };
 
 // `n_rows` rows for values of tokens or patches, `n_results` for those of outputs or squares, of numbers of the given type. Two values
-// share bytes only if no op needs both; the outputs of an op never overlap its inputs.
+// share bytes only if no group of ops needs both; outputs never overlap inputs.
 ArenaPlan plan_arena(const Graph& graph, ValueType type, int32_t n_rows, int32_t n_results);
 
 }  // namespace delta

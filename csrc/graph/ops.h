@@ -152,6 +152,7 @@ struct Op {
     int32_t layer = -1;               // -1 outside the layers
     std::string name;                 // "blk.3.attn_q", for messages, profiles and observers
     const char* part = "";            // of the model, as Recorder::Part names it, for profiles
+    int32_t group = 0;                // ops with the same number follow one another, and none reads what another writes
     std::array<Value, kMaxInputs> in;
     std::array<const Weight*, kMaxWeights> w{};
     Value out;                        // id -1: none

@@ -154,8 +154,9 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
     m->plan = plan_arena(m->bound.graph, m->layout.value_type, static_cast<int32_t>(m->params.n_batch), static_cast<int32_t>(m->params.n_outputs));
     for (const Op& op : m->bound.graph.ops) {
         m->backend->check_op(op);
-        m->workspace_bytes = std::max(m->workspace_bytes, m->backend->workspace_bytes(op, static_cast<int32_t>(m->params.n_batch)));
     }
+    m->workspace_bytes =
+        m->backend->plan_workspace(m->bound.graph, static_cast<int32_t>(m->params.n_batch), static_cast<int32_t>(m->params.n_outputs));
     m->costs.resize(m->bound.graph.ops.size());
     m->weights_private = m->bound.owned_bytes;
     if (allocate) {

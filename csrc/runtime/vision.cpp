@@ -64,9 +64,7 @@ std::unique_ptr<Vision> Vision::open(const std::string& path, Model& model, cons
 Vision::Needs Vision::needs(int32_t n_patches, int32_t n_squares) const {
     Needs needs;
     needs.plan = plan_arena(bound_.graph, model_.backend->value_type(), n_patches, n_squares);
-    for (const Op& op : bound_.graph.ops) {
-        needs.workspace_bytes = std::max(needs.workspace_bytes, model_.backend->workspace_bytes(op, op.out.rows == RowKind::Squares ? n_squares : n_patches));
-    }
+    needs.workspace_bytes = model_.backend->plan_workspace(bound_.graph, n_patches, n_squares);
     return needs;
 }
 
