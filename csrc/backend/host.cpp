@@ -36,6 +36,26 @@ std::vector<double> widened(const void* data, size_t n, ValueType type) {
     return {static_cast<const float*>(data), static_cast<const float*>(data) + n};
 }
 
+// What ops that ran at once have cost: each has a share of the time in proportion to the bytes that it moved.
+void add_costs(const std::vector<OpCall>& calls, OpCost* costs, std::chrono::steady_clock::duration elapsed, ValueType type) {
+    std::vector<OpCost> each;
+    double all = 0;
+    for (const OpCall& call : calls) {
+        each.push_back({.n_runs = 1, .n_rows = static_cast<uint64_t>(call.n_rows), .ns = 0,
+                        .weight_bytes = weight_bytes_read(call, type), .state_bytes = state_bytes_moved(call)});
+        all += static_cast<double>(each.back().weight_bytes + each.back().state_bytes);
+    }
+    const auto ns = static_cast<double>(elapsed / std::chrono::nanoseconds(1));
+    for (size_t i = 0; i < each.size(); ++i) {
+        const double share = calls.size() == 1 ? 1 : static_cast<double>(each[i].weight_bytes + each[i].state_bytes) / all;
+        costs[i].n_runs += each[i].n_runs;
+        costs[i].n_rows += each[i].n_rows;
+        costs[i].ns += static_cast<uint64_t>(ns * share);
+        costs[i].weight_bytes += each[i].weight_bytes;
+        costs[i].state_bytes += each[i].state_bytes;
+    }
+}
+
 size_t aligned(size_t bytes) {
     constexpr size_t kAlign = 64;  // as Workspace gives it
     return (bytes + kAlign - 1) / kAlign * kAlign;
@@ -106,31 +126,23 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
         if (options.poison && op.out.id >= 0 && !is_in_place(op.kind)) {
             fill_nan(call.out, n_out(call), type);
         }
-        // An observer sees an op's output when nothing else has been done, and a cost is that of one op.
-        const bool alone = options.observer != nullptr || options.costs != nullptr || call.n_rows > kMostRowsAtOnce;
-        if (call.n_rows > 0 && !alone) {
+        // With an observer one op is run after the other, so that it meets them in order.
+        const bool alone = options.observer != nullptr || call.n_rows > kMostRowsAtOnce;
+        if (call.n_rows > 0) {
             group.push_back(call);
-            if (index + 1 == graph.ops.size() || graph.ops[index + 1].group != op.group) {
-                uint8_t* free = workspace;
-                for (OpCall& one : group) {
-                    one.workspace = free;
-                    free += aligned(workspace_bytes(*one.op, one.n_rows));
-                }
-                group.size() == 1 ? run_op(group[0]) : run_group(group);
-                group.clear();
+        }
+        if (!group.empty() && (alone || index + 1 == graph.ops.size() || graph.ops[index + 1].group != op.group)) {
+            uint8_t* free = workspace;
+            for (size_t i = 1; i < group.size(); ++i) {
+                free += aligned(workspace_bytes(*group[i - 1].op, group[i - 1].n_rows));
+                group[i].workspace = free;
             }
-        } else if (call.n_rows > 0 && options.costs == nullptr) {
-            run_op(call);
-        } else if (call.n_rows > 0) {
             const auto start = std::chrono::steady_clock::now();
-            run_op(call);
-            const auto elapsed = std::chrono::steady_clock::now() - start;
-            OpCost& cost = (*options.costs)[index];
-            cost.n_runs += 1;
-            cost.n_rows += static_cast<uint64_t>(call.n_rows);
-            cost.ns += static_cast<uint64_t>(elapsed / std::chrono::nanoseconds(1));
-            cost.weight_bytes += weight_bytes_read(call, type);
-            cost.state_bytes += state_bytes_moved(call);
+            group.size() == 1 ? run_op(group[0]) : run_group(group);
+            if (options.costs != nullptr) {
+                add_costs(group, &(*options.costs)[index + 1 - group.size()], std::chrono::steady_clock::now() - start, type);
+            }
+            group.clear();
         }
         if (options.observer != nullptr) {
             const std::vector<double> out = call.out == nullptr ? std::vector<double>{} : widened(call.out, n_out(call), type);
