@@ -235,16 +235,23 @@ def layers(n: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not native.has_test_api(), reason="the library was built without its test interface")
+@pytest.mark.parametrize("activations", ["exact", "fine"])
+@pytest.mark.parametrize("preset", ["k3", "kl"])
 def test_poisoned_memory_changes_nothing(
-    tiny_checkpoint: Callable[..., Path], gguf: Callable[..., Path], rng: np.random.Generator
+    tiny_checkpoint: Callable[..., Path],
+    gguf: Callable[..., Path],
+    rng: np.random.Generator,
+    preset: str,
+    activations: str,
 ) -> None:
-    """Outputs filled with NaN before every op: nothing reads what was not written in this step."""
-    path = gguf(tiny_checkpoint("k3"))
+    """Outputs filled with NaN before every op or group of ops, in steps of few rows, where groups run at once, and of
+    more: nothing reads what was not written in this step."""
+    path = gguf(tiny_checkpoint(preset), "q8_0")
     tokens = rng.integers(0, 512, 45).tolist()
     results = []
     for poison in (0, 1):
-        with Engine(path, n_ctx=45, n_batch=20, poison=poison) as engine:
-            results.append(engine.logits(tokens))
+        with Engine(path, n_ctx=45, n_batch=20, n_threads=3, poison=poison, activations=activations) as engine:
+            results.append(engine.logits(tokens, [20, 1, 8, 1, 9, 6]))
     assert np.array_equal(results[0], results[1])
 
 
