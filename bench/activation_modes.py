@@ -2,10 +2,12 @@
 
     python bench/activation_modes.py build/kimi-k3-nano-q8_0.gguf models/kimi-k3-nano/heldout.jsonl -n 100 --peer
     python bench/activation_modes.py --tiny --peer
+    python bench/make_models.py kl-bench FOLDER --experts 8 --gguf q8_0,q4_k_m
+    python bench/activation_modes.py FOLDER/kl-bench-q8_0.gguf --random -n 4 --peer
 
-With a held-out file: every position of the greedy replies to `n` prompts. With `--tiny`: random models of both
-architectures as `q8_0`, on random tokens, whose routers choose all experts, so that no choice of an expert can
-flip. All modes read the same file and keep their latents in F32. With `--peer` (`pip install '.[peer]'`) an
+With a held-out file: every position of the greedy replies to `n` prompts. With `--random`: `n` texts of 60 random
+tokens. With `--tiny`: 40 such texts and random models of both architectures as `q8_0`. Those choose all experts, as
+do models of `make_models.py` with `--experts 8`, so that no choice of an expert can flip. All modes read the same file and keep their latents in F32. With `--peer` (`pip install '.[peer]'`) an
 independent llama.cpp, which rounds its inputs to 8 bits, is compared with our exact mode too, and all modes at the
 few positions of each text that it is asked about.
 
@@ -112,6 +114,11 @@ def compare(model: Path, texts: Sequence[Text], peer: bool, seed: int) -> dict[s
     return rows
 
 
+def random_texts(n_vocab: int, n: int, seed: int) -> list[Text]:
+    draw = random.Random(seed)
+    return [Text([draw.randrange(n_vocab) for _ in range(60)], 0) for _ in range(n)]
+
+
 def tiny_models(folder: Path, seed: int) -> Iterator[tuple[str, Path, list[Text]]]:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     import tiny
@@ -119,26 +126,30 @@ def tiny_models(folder: Path, seed: int) -> Iterator[tuple[str, Path, list[Text]
     for preset, name in (("k3", "random Kimi-K3, MXFP4 experts"), ("kl", "random Kimi-Linear")):
         checkpoint = tiny.write_checkpoint(folder / preset, preset=preset, num_experts_per_token=8)
         path = conversion.convert(checkpoint, outfile=folder / f"{preset}.gguf", outtype="q8_0")
-        draw = random.Random(seed)
-        yield name, path, [Text([draw.randrange(448) for _ in range(60)], 0) for _ in range(40)]
+        yield name, path, random_texts(448, 40, seed)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("held_out", type=Path, nargs="?")
-    parser.add_argument("-n", type=int, default=100, help="held-out prompts (default: 100)")
+    parser.add_argument("-n", type=int, default=100, help="held-out prompts, or random texts (default: 100)")
+    parser.add_argument("--random", action="store_true", help="random tokens instead of a held-out file")
     parser.add_argument("--tiny", action="store_true", help="random models that choose all experts")
     parser.add_argument("--peer", action="store_true", help="also ask an independent engine")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.tiny == (args.model is not None) or (args.model is not None and args.held_out is None):
-        parser.error("give a model and a held-out file, or --tiny")
+    if args.tiny + args.random + (args.held_out is not None) != 1 or args.tiny == (args.model is not None):
+        parser.error("give a model and a held-out file, a model and --random, or --tiny")
     print("| file | inputs | mean KL | 99th percentile | same best token | positions |\n|---|---|---|---|---|---|")
     try:
         with tempfile.TemporaryDirectory() as folder:
             if args.tiny:
                 cases = tiny_models(Path(folder), args.seed)
+            elif args.random:
+                with Llama(args.model, n_ctx=64) as llm:
+                    n_vocab = llm.n_vocab
+                cases = iter([(args.model.name, args.model, random_texts(n_vocab, args.n, args.seed))])
             else:
                 texts = reply_texts(args.model, args.held_out, args.n, args.seed)
                 cases = iter([(args.model.name, args.model, texts)])
