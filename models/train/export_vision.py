@@ -87,7 +87,10 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("checkpoint", type=Path)
     args = parser.parse_args()
-    state = torch.load(args.run / "joint.pt", weights_only=False)
+    file = args.run / "polish.pt"
+    if not file.exists():
+        raise SystemExit(f"there is nothing to export before the stage polish has begun: {file} is not there")
+    state = torch.load(file, weights_only=False)
     model = Vision(state["config"])
     prefix = "vision."
     found = {name.removeprefix(prefix): value for name, value in state["model"].items() if name.startswith(prefix)}

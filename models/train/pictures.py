@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 HELD_OUT_SEED = 20261130
-HELD_OUT = {"shape": 120, "colour": 120, "both": 80, "count": 60, "place": 60, "number": 60}
+HELD_OUT = {"shape": 120, "colour": 120, "both": 80, "count": 60, "place": 50, "size": 30, "digit": 40}
 FINE = 3  # pictures are drawn this many times larger and then reduced, for smooth edges
 MIN_SIDE, MAX_SIDE, MAX_AREA = 56, 140, 11000
 
@@ -34,6 +34,7 @@ COLOURS = {
 }
 SHAPES = ("ball", "ring", "box", "kite", "moon", "star", "house", "tree")
 PLACES = ("left", "right", "up", "down")
+SIZES = {"big": (0.40, 0.46), "small": (0.16, 0.22)}  # radius, as a share of the picture's shorter side
 BACKGROUNDS = ((255, 255, 255), (236, 236, 228), (205, 225, 240), (150, 152, 155), (222, 205, 178))
 MAX_COUNT = 5
 TINT = 14  # how far a colour component may be from the table's
@@ -44,7 +45,8 @@ ASKS = {
     "both": "What is it?",
     "count": "How many are there?",
     "place": "Where is it?",
-    "number": "What number is it?",
+    "size": "Is it big or small?",
+    "digit": "What number is it?",
 }
 
 # Digits on a grid of 3 x 5, one string per row.
@@ -64,7 +66,7 @@ DIGITS = (
 
 @dataclass(frozen=True)
 class Item:
-    """One figure: ``what`` is a shape or a decimal number; centre and radius in pixels, angle in degrees."""
+    """One figure: ``what`` is a shape or a digit; centre and radius in pixels, angle in degrees."""
 
     what: str
     colour: tuple[int, int, int]
@@ -129,11 +131,11 @@ def _drawing(rng: random.Random, kind: str) -> Scene:
     def item(what: str, x: float, y: float, radius: float, turn: float) -> Item:
         return Item(what, _tinted(rng, COLOURS[name]), x, y, round(radius, 1), round(rng.uniform(-turn, turn), 1))
 
-    if kind == "number":
-        value = str(rng.randint(0, 99))
+    if kind == "digit":
+        value = str(rng.randint(0, 9))
         radius = short * rng.uniform(0.30, 0.44)
         x, y = _inside(rng, width, radius), _inside(rng, height, radius)
-        return Scene(width, height, background, (item(value, x, y, radius, 4),), truth | {"number": value})
+        return Scene(width, height, background, (item(value, x, y, radius, 4),), truth | {"digit": value})
     shape = rng.choice(SHAPES)
     truth |= {"shape": f"{shape.capitalize()}.", "both": f"{name.capitalize()} {shape}."}
     if kind == "count":
@@ -150,7 +152,12 @@ def _drawing(rng: random.Random, kind: str) -> Scene:
         middle = round(across * rng.uniform(0.4, 0.6), 1)
         figure = item(shape, near if level else middle, middle if level else near, radius, 12)
         return Scene(width, height, background, (figure,), truth | {"place": f"{place.capitalize()}."})
-    radius = short * rng.uniform(0.27, 0.45)
+    if kind == "size":
+        size = rng.choice(list(SIZES))
+        radius = short * rng.uniform(*SIZES[size])
+        truth |= {"size": f"{size.capitalize()}."}
+    else:
+        radius = short * rng.uniform(0.27, 0.45)
     figure = item(shape, _inside(rng, width, radius), _inside(rng, height, radius), radius, 12)
     return Scene(width, height, background, (figure,), truth)
 
@@ -158,7 +165,7 @@ def _drawing(rng: random.Random, kind: str) -> Scene:
 def eased(scene: Scene, ease: float) -> Scene:
     """The scene with its figure, if it is only one, moved to the middle, enlarged and set upright on a white ground, by
     a share from 0 (as it is) to 1: what to learn from first."""
-    if len(scene.items) > 1 or "place" in scene.truth:
+    if len(scene.items) > 1 or {"place", "size"} & scene.truth.keys():
         return scene
     (item,) = scene.items
 
@@ -208,17 +215,15 @@ def _outline(shape: str) -> list[list[tuple[float, float]]]:
     raise ValueError(f"no outline for the shape {shape!r}")
 
 
-def _digit_boxes(number: str) -> list[list[tuple[float, float]]]:
-    """Squares of the number's digits in the square from -1 to 1."""
-    columns = 4 * len(number) - 1
-    side = 2 / max(columns, 5)
+def _digit_boxes(digit: str) -> list[list[tuple[float, float]]]:
+    """Squares of a digit in the square from -1 to 1."""
+    side = 2 / 5
     boxes = []
-    for i, digit in enumerate(number):
-        for row, line in enumerate(DIGITS[int(digit)].split()):
-            for col, mark in enumerate(line):
-                if mark == "#":
-                    x, y = (4 * i + col - columns / 2) * side, (row - 2.5) * side
-                    boxes.append([(x, y), (x + side, y), (x + side, y + side), (x, y + side)])
+    for row, line in enumerate(DIGITS[int(digit)].split()):
+        for col, mark in enumerate(line):
+            if mark == "#":
+                x, y = (col - 1.5) * side, (row - 2.5) * side
+                boxes.append([(x, y), (x + side, y), (x + side, y + side), (x, y + side)])
     return boxes
 
 

@@ -1,4 +1,4 @@
-"""Teach Kimi-K3-nano to see: ``train_vision.py words|look|joint RUN_DIR``. The text model stays as it is.
+"""Teach Kimi-K3-nano to see: ``train_vision.py words|look|joint|polish RUN_DIR``. The text model stays as it is.
 
 Run again with the same folder to resume a stage. ``words`` and ``look`` need nothing of each other and may run side by
 side; ``joint`` begins when both are there, with one process or under ``torchrun --nproc-per-node 2``.
@@ -6,6 +6,7 @@ side; ``joint`` begins when both are there, with one process or under ``torchrun
 - words: without pictures. Finds one row for every colour, shape, number … for which the frozen text model answers.
 - look: without text. The tower learns to tell colour, shape, number … at every row.
 - joint: first the tower's rows are drawn to those that ``words`` found, then all follows the loss of the answers.
+- polish: the tower of ``joint`` follows the loss of the answers further, with learning rates that rise and fall again.
 
 Every step draws its pictures from a generator seeded by (seed, stage, step), so a resumed run sees what an
 uninterrupted one would.
@@ -38,10 +39,10 @@ from vision import Vision
 from vision_data import CODES, MERGE, Sample
 
 NANO = Path(__file__).resolve().parent.parent / "kimi-k3-nano"
-STEPS = {"words": 400, "look": 1000, "joint": 2000}
-BATCH = {"words": 32, "look": 32, "joint": 48}
-PEAK = {"words": 0.02, "look": 1.5e-3, "joint": 1e-3}  # learning rates of Adam
-PEAK_MUON = {"words": 0.0, "look": 6e-3, "joint": 4e-3}  # words has no matrix of a layer
+STEPS = {"words": 400, "look": 1000, "joint": 2000, "polish": 1400}
+BATCH = {"words": 32, "look": 32, "joint": 48, "polish": 48}
+PEAK = {"words": 0.02, "look": 1.5e-3, "joint": 1e-3, "polish": 1e-3}  # learning rates of Adam
+PEAK_MUON = {"words": 0.0, "look": 6e-3, "joint": 4e-3, "polish": 3e-3}  # words has no matrix of a layer
 PRINT_EVERY = 10  # steps
 EASED = 0.5  # share of the stage look over which the pictures grow from easy ones to those of the world
 DEV_SEED, N_DEV = 7, 160
@@ -142,7 +143,7 @@ class Look(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=("words", "look", "joint"))
+    parser.add_argument("stage", choices=tuple(STEPS))
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--stop-at", type=int, help="end after this step as if killed, for probes")
@@ -187,6 +188,8 @@ class Stage:
         self.step, self.spent, self.n_seen = 0, 0.0, 0
         if args.stage == "joint":
             self._begin_joint()
+        elif args.stage == "polish":
+            self._begin_polish()
         self.optims = optimizers(self.module, args)
         self.peaks = [[group["lr"] for group in optim.param_groups] for optim in self.optims]
         if self.file.exists():
@@ -196,12 +199,22 @@ class Stage:
                 optim.load_state_dict(saved)
             self.step, self.spent, self.n_seen = state["step"], state["spent"], state["seen"]
 
+    def _ended(self, stage: str) -> dict[str, Tensor]:
+        """What an earlier stage left."""
+        file = self.args.run / f"{stage}.pt"
+        if not file.exists():
+            raise SystemExit(f"the stage {stage} comes before {self.args.stage}: {file} is not there")
+        model: dict[str, Tensor] = torch.load(file, weights_only=False)["model"]
+        return model
+
+    def _begin_polish(self) -> None:
+        prefix = "vision."  # the heads belong to the stage look
+        found = {name: value for name, value in self._ended("joint").items() if name.startswith(prefix)}
+        self.look.vision.load_state_dict({name[len(prefix) :]: value for name, value in found.items()})
+
     def _begin_joint(self) -> None:
-        for name, module in (("words", self.words), ("look", self.look)):
-            file = self.args.run / f"{name}.pt"
-            if not file.exists():
-                raise SystemExit(f"the stage {name} comes before joint: {file} is not there")
-            module.load_state_dict(torch.load(file, weights_only=False)["model"])
+        self.words.load_state_dict(self._ended("words"))
+        self.look.load_state_dict(self._ended("look"))
         with torch.no_grad():
             self.look.vision.mm_projector.post_norm.weight.copy_(self.words.weight)
 
@@ -221,7 +234,7 @@ class Stage:
             rows = self.words(samples)
         else:
             rows, _ = self.look.seen(samples)
-            if self.step < self.args.fit_steps:
+            if self.args.stage == "joint" and self.step < self.args.fit_steps:
                 wanted = self.words(samples).detach()
                 return (rows - wanted).square().mean() / wanted.square().mean(), "fit"
         each, right = losses(self.text, self.caches, samples, rows)

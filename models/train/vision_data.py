@@ -16,7 +16,7 @@ from pictures import Scene
 
 Grid = tuple[int, int]  # rows and columns of patches
 PATCH, MERGE = 14, 2
-WEIGHTS = {"shape": 0.38, "colour": 0.12, "both": 0.18, "count": 0.13, "place": 0.14, "number": 0.05}
+WEIGHTS = {"shape": 0.22, "colour": 0.08, "both": 0.22, "count": 0.20, "place": 0.09, "size": 0.05, "digit": 0.14}
 
 
 @dataclass
@@ -72,7 +72,7 @@ def sample(enc: tiktoken.Encoding, scene: Scene, kind: str) -> Sample:
 
 
 def drawn(enc: tiktoken.Encoding, rng: random.Random, n: int, ease: float = 0.0) -> list[Sample]:
-    """``n`` questions about as many new pictures. Any question with an answer is asked: the colour of a number too."""
+    """``n`` questions about as many new pictures. Any question with an answer is asked: the colour of a digit too."""
     out = []
     for kind in rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=n):
         scene = pictures.eased(pictures.scene(rng, kind), ease)
@@ -86,24 +86,24 @@ def pixels_of(samples: Sequence[Sample]) -> tuple[np.ndarray, list[Grid]]:
     return np.concatenate([patches(pictures.picture(s.scene)) for s in samples]), [grid_of(s.scene) for s in samples]
 
 
-# What each quarter of a picture's rows is first taught to say: its colour, its shape, how many or the tens, and where
-# or the units. Training with the text model then moves the rows wherever its answers become right.
+# What each quarter of a picture's rows is first taught to say: its colour, its shape, how many or how big, and where or
+# which digit. Training with the text model then moves the rows wherever its answers become right.
 CODES = (
     tuple(pictures.COLOURS),
     (*pictures.SHAPES, "number"),
-    (*(str(n + 1) for n in range(pictures.MAX_COUNT)), "no tens", *(f"tens {n}" for n in range(1, 10))),
-    ("anywhere", *pictures.PLACES, *(f"units {n}" for n in range(10))),
+    (*(str(n + 1) for n in range(pictures.MAX_COUNT)), *pictures.SIZES),
+    ("anywhere", *pictures.PLACES, *(f"digit {n}" for n in range(10))),
 )
 
 
 def codes(scene: Scene) -> list[int]:
     """One code per quarter, as indices into ``CODES``."""
     truth = scene.truth
-    if "number" in truth:
-        tens, units = divmod(int(truth["number"]), 10)
-        words = ("number", f"tens {tens}" if tens else "no tens", f"units {units}")
+    many = truth.get("size", str(len(scene.items)))
+    if "digit" in truth:
+        words = ("number", many, f"digit {truth['digit']}")
     else:
-        words = (truth["shape"], str(len(scene.items)), truth.get("place", "anywhere"))
+        words = (truth["shape"], many, truth.get("place", "anywhere"))
     found = (truth["colour"], *words)
     return [names.index(word.lower().rstrip(".")) for names, word in zip(CODES, found, strict=True)]
 
