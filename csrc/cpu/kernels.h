@@ -101,6 +101,8 @@ struct AttendCall {
     int32_t latent;
     int32_t pad;
     float scale;
+    const uint8_t* next = nullptr;  // what will be read after this block: memory is asked for it meanwhile
+    size_t next_bytes = 0;
 };
 
 // What the calls for some of the keys left of one query.

@@ -279,6 +279,11 @@ class Attention {
                     call.latent = p_.latent;
                     call.pad = pad_;
                     call.scale = static_cast<float>(p_.scale);
+                    // The next block, of this chunk or, as threads go through them in order, of the next; once.
+                    if (row == 0 && t + kKeyBlock < tile.n_keys()) {
+                        call.next = rows + kKeyBlock * row_bytes;
+                        call.next_bytes = static_cast<size_t>(std::min<int64_t>(kKeyBlock, tile.n_keys() - t - kKeyBlock)) * row_bytes;
+                    }
                     self_.kernels.attend[direct ? type : kF32](call);
                 }
                 row = next;

@@ -146,12 +146,18 @@ inline float sum(Vec v) {
 inline double sum(DoubleHalf v) { return sum_lanes(v); }
 inline double sum(DoubleVec v) { return sum_lanes(v.low + v.high); }
 
-inline float max_lane(Vec v) {
-    float most = v[0];
-    for (int i = 1; i < kWidth; ++i) {
-        most = v[i] > most ? v[i] : most;
+// The largest of four or more lanes, none of which is NaN: the larger of two halves until four lanes are left.
+template <class V>
+inline float max_lane(V v) {
+    const auto larger = [](auto a, auto b) { return a > b ? a : b; };
+    if constexpr (sizeof(V) == 16) {
+        const V pairs = larger(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));
+        return larger(pairs[0], pairs[1]);
+    } else if constexpr (sizeof(V) == 32) {
+        return max_lane(larger(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7)));
+    } else {
+        return max_lane(larger(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
     }
-    return most;
 }
 
 inline Vec magnitude(Vec x) { return bits<Vec>(bits<IVec>(x) & INT32_MAX); }
