@@ -26,6 +26,24 @@ size_t conv_scratch_bytes(const Op& op) {
     return space.used();
 }
 
+// to[j * kChannels + ch] = w[ch * taps + j]. With a number of taps that is known, the compiler makes this a few shuffles.
+template <int64_t kTaps = 0>
+void transpose_taps(const float* __restrict w, int64_t n, int64_t n_taps, float* __restrict to) {
+    const int64_t taps = kTaps > 0 ? kTaps : n_taps;
+    for (int64_t ch = 0; ch < n; ++ch) {
+        for (int64_t j = 0; j < taps; ++j) {
+            to[j * kChannels + ch] = w[ch * taps + j];
+        }
+    }
+}
+
+// Asks memory for n floats at once, long before they are read.
+void ask_for(const float* at, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) {
+        __builtin_prefetch(at + i, 0, 3);
+    }
+}
+
 }  // namespace
 
 Items cpu_short_conv_items(CpuBackend& self, const FloatCall& c) {
@@ -41,13 +59,14 @@ Items cpu_short_conv_items(CpuBackend& self, const FloatCall& c) {
         for (int64_t item = begin; item < end; ++item) {
             const int64_t first = item * kChannels;
             const int64_t n = std::min(kChannels, channels - first);
-            for (int64_t ch = 0; ch < n; ++ch) {
-                for (int64_t j = 0; j < taps; ++j) {
-                    s.w[j * kChannels + ch] = w[(first + ch) * taps + j];
-                }
+            const auto state_of = [&](const SeqRows& seq) { return c.step->state.conv<float>(seq.slot, p.kda, p.stream) + first; };
+            for (int64_t j = 0; j < taps - 1; ++j) {
+                ask_for(state_of(c.step->seqs.front()) + j * channels, n);
             }
+            ask_for(w + first * taps, n * taps);
+            (taps == 4 ? transpose_taps<4> : transpose_taps<>)(w + first * taps, n, taps, s.w);
             for (const SeqRows& seq : c.step->seqs) {
-                float* state = c.step->state.conv<float>(seq.slot, p.kda, p.stream) + first;  // rows `channels` floats apart
+                float* state = state_of(seq);  // rows `channels` floats apart
                 // Row t of the sequence; negative rows are in the state.
                 const auto row = [&](int64_t t) {
                     return t >= 0 ? c.in[0] + (seq.first_row + t) * channels + first : state + (taps - 1 + t) * channels;
