@@ -253,7 +253,7 @@ def test_held_out_pictures_are_varied(pictures: Any) -> None:
     assert 150 < sum(s.quality > 0 for s in scenes) < 350
     for kind in pictures.ASKS:
         answers = {s.truth[kind] for s in scenes if kind in s.truth}
-        assert len(answers) >= {"place": 4, "count": 5}.get(kind, 8), kind
+        assert len(answers) >= {"size": 2, "place": 4, "count": 5}.get(kind, 8), kind
 
 
 def test_pictures_are_drawn_the_same_again(pictures: Any) -> None:
