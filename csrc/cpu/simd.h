@@ -146,17 +146,22 @@ inline float sum(Vec v) {
 inline double sum(DoubleHalf v) { return sum_lanes(v); }
 inline double sum(DoubleVec v) { return sum_lanes(v.low + v.high); }
 
-// The largest of four or more lanes, none of which is NaN: the larger of two halves until four lanes are left.
+// Of two numbers; b if either is NaN.
+template <class V>
+inline V larger(V a, V b) {
+    return a > b ? a : b;
+}
+
+// The largest lane of a vector without NaN.
 template <class V>
 inline float max_lane(V v) {
-    const auto larger = [](auto a, auto b) { return a > b ? a : b; };
-    if constexpr (sizeof(V) == 16) {
-        const V pairs = larger(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));
-        return larger(pairs[0], pairs[1]);
+    if constexpr (sizeof(V) == 64) {
+        return max_lane(larger(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
     } else if constexpr (sizeof(V) == 32) {
         return max_lane(larger(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7)));
     } else {
-        return max_lane(larger(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
+        const V pairs = larger(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));
+        return pairs[0] > pairs[1] ? pairs[0] : pairs[1];
     }
 }
 
