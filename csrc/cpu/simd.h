@@ -156,7 +156,8 @@ inline V larger(V a, V b) {
 template <class V>
 inline float max_lane(V v) {
     if constexpr (sizeof(V) == 64) {
-        return max_lane(larger(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
+        return max_lane(larger(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                               __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
     } else if constexpr (sizeof(V) == 32) {
         return max_lane(larger(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7)));
     } else {
