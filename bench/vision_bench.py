@@ -102,6 +102,7 @@ def ours(llm: Llama, h: int, w: int, repeats: int) -> dict[str, float]:
 
 def torch_seconds(python: str, grid: str, options: argparse.Namespace) -> float:
     arguments = ["--layers", options.layers, "--threads", options.threads, "--repeats", options.repeats, grid]
+    arguments += ["--packed"] if options.torch_packed else []
     script = Path(__file__).with_name("vision_torch.py")
     result = subprocess.run([python, str(script), *map(str, arguments)], check=True, capture_output=True, text=True)
     return float(json.loads(result.stdout)["seconds"])
@@ -125,6 +126,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--torch-python", metavar="PYTHON", help="interpreter with torch; none: no comparison")
+    parser.add_argument(
+        "--torch-packed", action="store_true", help="its weights laid out for oneDNN, see vision_torch.py"
+    )
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     text, tower = make_files(options.work, options.layers, options.outtype)
