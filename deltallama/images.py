@@ -15,14 +15,14 @@ import io
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from .errors import ArgumentError
 
@@ -192,11 +192,25 @@ def load_image(source: ImageSource) -> Image.Image:
         ArgumentError: there is no such file, it is no picture of one of the `FORMATS`, damaged, without pixels or
             larger than `MAX_PIXELS`, `MAX_SIDE` or `MAX_FILE_BYTES`.
     """
+    return _read(source, lambda image: image.load())
+
+
+def image_size(source: ImageSource) -> tuple[int, int]:
+    """(width, height) of a picture as its header has them: nothing is decoded.
+
+    Raises:
+        ArgumentError: as `load_image`, as far as the header tells.
+    """
+    return _read(source, lambda image: None).size
+
+
+def _read(source: ImageSource, use: Callable[[Image.Image], object]) -> Image.Image:
+    """The picture, opened, within the limits, and used."""
     name = _name(source)
     try:
         image = source if isinstance(source, Image.Image) else Image.open(_opened(source, name), formats=FORMATS)
         _check_size(image, name)
-        image.load()
+        use(image)
     except ArgumentError:
         raise
     except UnidentifiedImageError:
@@ -232,7 +246,14 @@ def _opened(source: str | os.PathLike[str] | bytes | bytearray | memoryview, nam
                 raise ArgumentError(f"{name} is not a file")
             size = status.st_size
             if size <= MAX_FILE_BYTES:
-                return io.BytesIO(Path(source).read_bytes())
+                # A file may grow meanwhile, and one of size 0 may be one that the kernel makes up, or waits with.
+                with open(source, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+                    data = file.read(MAX_FILE_BYTES + 1)
+                if data is None:
+                    raise ArgumentError(f"{name} cannot be read: it has no bytes yet")
+                size = len(data)
+                if size <= MAX_FILE_BYTES:
+                    return io.BytesIO(data)
         except OSError as error:
             raise ArgumentError(f"{name} cannot be read: {error.strerror}") from None
     raise ArgumentError(f"{name} has {size} bytes, expected at most {MAX_FILE_BYTES}")
@@ -246,6 +267,10 @@ def _check_size(image: Image.Image, name: str) -> None:
         raise ArgumentError(
             f"{name} has {width} x {height} pixels, expected at most {MAX_PIXELS} in all and {MAX_SIDE} on a side"
         )
+    if isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile is decoded whole, whatever lies within the picture
+        tile = [image.tag_v2.get(tag) for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)]
+        if all(isinstance(side, int) for side in tile) and math.prod(tile) > MAX_PIXELS:
+            raise ArgumentError(f"{name} has tiles of {tile[0]} x {tile[1]} pixels, expected at most {MAX_PIXELS}")
 
 
 # ---- pixels ----------------------------------------------------------------------------------------------------------
@@ -306,10 +331,14 @@ def _coloured(image: Image.Image, name: str) -> Image.Image:
         return _eight_bits(image, name)
     if image.mode == "F":
         raise ArgumentError(f"{name} holds floating-point values, whose black and white are unknown")
+    if image.mode in ("P", "PA") and image.palette is None:
+        raise ArgumentError(f"{name} has colours of a palette, and no palette")
     wanted = "RGBA" if image.has_transparency_data else "RGB"
     try:
         return image if image.mode == wanted else image.convert(wanted)
-    except ValueError as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the palette and what is transparent are data of the file, or of whoever made it
         raise ArgumentError(f"{name} has colours of mode {image.mode}: {error}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -19,7 +20,7 @@ from PIL import Image
 
 from deltallama import images as module
 from deltallama.errors import ArgumentError
-from deltallama.images import ImageLimits, Size, load_image, preprocess, target_size
+from deltallama.images import ImageLimits, Size, image_size, load_image, preprocess, target_size
 from reference import images as definition
 
 PUBLISHED = ImageLimits()
@@ -45,13 +46,13 @@ def as_bytes(pixels: np.ndarray) -> np.ndarray:
     return np.rint(values).astype(np.uint8)
 
 
-def png(width: int, height: int, rows: bytes = b"", depth: int = 8, transparent: bytes = b"") -> bytes:
-    """A PNG of grey values whose header may claim anything. A row begins with a zero byte."""
+def png(width: int, height: int, rows: bytes = b"", depth: int = 8, transparent: bytes = b"", colour: int = 0) -> bytes:
+    """A PNG, of grey values unless told, whose header may claim anything. A row begins with a zero byte."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
     marked = chunk(b"tRNS", transparent) if transparent else b""
     return b"\x89PNG\r\n\x1a\n" + header + marked + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
@@ -375,6 +376,22 @@ def test_refused_data(data: bytes, message: str) -> None:
         assert message in str(caught.value)
 
 
+def test_a_palette_picture_without_palette() -> None:
+    data = png(1, 1, b"\0\0", colour=3)
+    with pytest.raises(ArgumentError, match=f"the picture of {len(data)} bytes has colours of a palette, and no"):
+        preprocess(data, PUBLISHED)
+
+
+def test_tiles_far_larger_than_the_picture() -> None:
+    """They would be decoded whole."""
+    values = {256: 10, 257: 10, 258: 8, 259: 8, 262: 1, 277: 1, 322: 40000, 323: 40000, 324: 8, 325: 9}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items())
+    data = b"II*\0" + struct.pack("<IH", 8, len(values)) + entries + bytes(4)
+    for read in (load_image, image_size):
+        with pytest.raises(ArgumentError, match="has tiles of 40000 x 40000 pixels, expected at most 67108864"):
+            read(data)
+
+
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0)])
 def test_pictures_without_pixels(size: tuple[int, int]) -> None:
     with pytest.raises(ArgumentError, match=f"the picture has {size[0]} x {size[1]} pixels, expected at least 1 x 1"):
@@ -419,6 +436,23 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load_image("a\0b")
 
 
+def test_files_that_wait_or_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the kernel's: a regular file of size 0 whose bytes come some day, or without end."""
+    path = tmp_path / "x.png"
+    path.write_bytes(b"")
+    pipe = os.pipe()
+    monkeypatch.setattr(os, "open", lambda path, flags: fcntl.fcntl(pipe[0], fcntl.F_DUPFD_CLOEXEC, 0))
+    os.set_blocking(pipe[0], False)
+    with pytest.raises(ArgumentError, match="x.png cannot be read: it has no bytes yet"):
+        load_image(path)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 10)
+    os.write(pipe[1], bytes(20))
+    with pytest.raises(ArgumentError, match="x.png has 11 bytes, expected at most 10"):
+        load_image(path)
+    for end in pipe:
+        os.close(end)
+
+
 def test_files_that_are_too_long(tmp_path: Path) -> None:
     path = tmp_path / "long.png"
     with path.open("wb") as file:
@@ -434,6 +468,9 @@ def test_files_that_are_too_long(tmp_path: Path) -> None:
         (Image.new("I", (4, 4), 70000), "the picture has grey values from 70000 to 70000, expected 0 to 65535"),
         (Image.new("I", (4, 4), -1), "the picture has grey values from -1 to -1, expected 0 to 65535"),
         (Image.new("La", (4, 4)), "the picture has colours of mode La: "),
+        (uniform("P", 0, transparency="abc"), "the picture has colours of mode P: "),
+        (uniform("P", 0, transparency=(1, 2)), "the picture has colours of mode P: "),
+        (uniform("RGB", (0, 0, 0), transparency="abc"), "the picture has colours of mode RGB: "),
     ],
 )
 def test_colours_without_meaning(image: Image.Image, message: str) -> None:

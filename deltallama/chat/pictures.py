@@ -10,7 +10,6 @@ so.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ Fetch = Callable[[str], bytes]
 """Gets the bytes of an http or https URL; called for each one in the messages."""
 
 _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*?(;base64)?,", re.IGNORECASE)
+_OTHER = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)  # schemes; one letter would be a drive
 
 
 def image_sources(messages: Sequence[Message], allow_local: bool, fetch: Fetch | None) -> list[Any]:
@@ -64,7 +64,7 @@ def _source(part: Mapping[str, Any], allow_local: bool, fetch: Fetch | None) -> 
 
 
 def _from_url(url: str, allow_local: bool, fetch: Fetch | None) -> Any:
-    scheme = urlsplit(url[:64]).scheme.lower() if ":" in url[:64] else ""
+    scheme = url.partition(":")[0].lower()
     if scheme == "data":
         return _data(url)
     if scheme in ("http", "https"):
@@ -75,10 +75,15 @@ def _from_url(url: str, allow_local: bool, fetch: Fetch | None) -> Any:
             raise ArgumentError(f"fetch_image gave {brief(data)} for {brief(url)}, expected bytes")
         return data
     if scheme == "file":
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ArgumentError(f"{brief(url)}: {error}") from None
         if parts.netloc not in ("", "localhost"):
             raise ArgumentError(f"{brief(url)} names a file of another machine")
         return _local(unquote(parts.path), allow_local)
+    if _OTHER.match(url):
+        raise ArgumentError(f"{brief(url)}: expected a URL of data, http, https or file, or a path")
     return _local(url, allow_local)
 
 
@@ -93,9 +98,9 @@ def _data(url: str) -> bytes:
     if head is None:
         raise ArgumentError(f"{brief(url)}: expected data:TYPE;base64,DATA")
     body = url[head.end() :]
-    if head[1] is None:
-        return unquote_to_bytes(body)
     try:
+        if head[1] is None:
+            return unquote_to_bytes(body)
         return base64.b64decode(unquote(body), validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:  # binascii.Error and UnicodeEncodeError among them
         raise ArgumentError(f"{brief(url)}: {error}") from None
