@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
@@ -268,8 +269,8 @@ def _check_size(image: Image.Image, name: str) -> None:
             f"{name} has {width} x {height} pixels, expected at most {MAX_PIXELS} in all and {MAX_SIDE} on a side"
         )
     if isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile is decoded whole, whatever lies within the picture
-        tile = [image.tag_v2.get(tag) for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)]
-        if all(isinstance(side, int) for side in tile) and math.prod(tile) > MAX_PIXELS:
+        tile: list[Any] = [image.tag_v2.get(tag) for tag in (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)]
+        if all(isinstance(side, int) for side in tile) and tile[0] * tile[1] > MAX_PIXELS:
             raise ArgumentError(f"{name} has tiles of {tile[0]} x {tile[1]} pixels, expected at most {MAX_PIXELS}")
 
 

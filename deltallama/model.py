@@ -19,7 +19,7 @@ from .chat import get_format
 from .chat.messages import Channel, Message, check_complete, refuse_images
 from .chat.pictures import Fetch
 from .checks import choice, flag, path_bytes, token_ids, whole
-from .errors import ArgumentError, FormatError, StateError, UnsupportedError
+from .errors import ArgumentError, CancelledError, FormatError, StateError, UnsupportedError
 from .files import OpenFiles
 from .generation import Run
 from .handles import Features, Handles, Params, Progress, ProgressCallback, native_ids, native_pieces
@@ -159,7 +159,7 @@ class Llama:
         self._handles = Handles(path, params)
         self._turn = threading.Lock()  # who may move the timeline; held by a stream over its whole life
         self._turn_thread: int | None = None
-        self._cancelled = False
+        self._cancelled, self._n_cancels = False, 0
         weakref.finalize(self, self._handles.close)
         info, memory = new_struct("delta_model_info"), new_struct("delta_memory")
         call(lib.delta_model_info_get(self._handles.model, info))
@@ -283,7 +283,12 @@ class Llama:
         if self.vision is None:
             refuse_images(messages, "and the model was opened without mmproj, so that it sees none")
         flag("thinking", thinking)
-        images = [] if self.vision is None else self.vision.images(messages)
+        n_cancels = self._n_cancels
+        images: list[Preprocessed] = []
+        if self.vision is not None:
+            images = self.vision.images(messages, self.n_ctx, lambda: self._n_cancels != n_cancels)
+        if self._n_cancels != n_cancels:
+            raise CancelledError("cancelled")
         options = {"image_prompts": [chat_format.image_prompt(*image.original_size) for image in images]}
         segments = chat_format.segments(
             messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort, **(options if images else {})
@@ -432,6 +437,7 @@ class Llama:
     def cancel(self) -> None:
         """Makes the running call raise CancelledError at its next step; from any thread. Does nothing without one."""
         self._cancelled = True  # taking a turn clears it
+        self._n_cancels += 1  # for what comes before the turn
         self._handles.cancel()
 
     def close(self) -> None:

@@ -13,9 +13,9 @@ from ._ffi import call, ffi, lib, new_struct
 from .chat.messages import Message
 from .chat.pictures import image_sources
 from .checks import flag, function, path_bytes, whole
-from .errors import ArgumentError
+from .errors import ArgumentError, CancelledError, ContextFullError
 from .handles import Features, Handles, ProgressCallback
-from .images import ImageLimits, ImageSource, Preprocessed, preprocess
+from .images import ImageLimits, ImageSource, Preprocessed, image_size, preprocess, target_size
 
 CACHE_BYTES = 1 << 28
 
@@ -70,14 +70,32 @@ class Tower:
         self._kept: OrderedDict[int, np.ndarray] = OrderedDict()  # by digest, last used last
         self.n_encoded = 0
 
-    def images(self, messages: Sequence[Message]) -> list[Preprocessed]:
-        """The images of checked messages, in order.
+    def images(self, messages: Sequence[Message], n_ctx: int, stopped: Callable[[], bool]) -> list[Preprocessed]:
+        """The images of checked messages, in order. `stopped` is asked before each whether to stop.
 
         Raises:
             ArgumentError: see `image_sources` and `images.load_image`.
+            ContextFullError: they alone have more than `n_ctx` tokens; found before any is decoded.
+            CancelledError: stopped.
         """
         sources = image_sources(messages, self.options.allow_local, self.options.fetch)
-        return [self.prepare(source) for source in sources]
+        n_tokens = sum(self._fewest_tokens(source) for source in sources)
+        if n_tokens > n_ctx:
+            raise ContextFullError(
+                f"a prompt of more than {n_tokens} tokens, {n_tokens} of them for images, "
+                f"exceeds the {n_ctx} positions of the context (n_ctx)"
+            )
+        images = []
+        for source in sources:
+            if stopped():
+                raise CancelledError("cancelled")
+            images.append(self.prepare(source))
+        return images
+
+    def _fewest_tokens(self, source: ImageSource) -> int:
+        """Tokens of a picture by its header, which may hide that it is turned when decoded."""
+        width, height = image_size(source)
+        return min(target_size(*size, self._limits).tokens for size in ((width, height), (height, width)))
 
     def prepare(self, source: ImageSource) -> Preprocessed:
         """A picture as patches within the limits."""
@@ -94,13 +112,20 @@ class Tower:
             CancelledError: stopped, or `cancel` was called.
             NumericError: a result is not finite.
         """
-        found = []
-        for image in images:
-            rows = self._kept.pop(image.digest, None)
-            if rows is None:
-                rows = self._encode(image, stopped)
-            self._kept[image.digest] = rows
-            found.append(Features(rows, image.digest ^ int(self.info["fingerprint"])))
+        found: list[Features] = []
+        try:
+            for image in images:
+                rows = self._kept.pop(image.digest, None)
+                if rows is None:
+                    rows = self._encode(image, stopped)
+                self._kept[image.digest] = rows
+                found.append(Features(rows, image.digest ^ int(self.info["fingerprint"])))
+        finally:
+            self._evict(found)
+        return found
+
+    def _evict(self, found: Sequence[Features]) -> None:
+        """Forget the oldest rows, but those found, until the rest are within bounds."""
         now = {id(features.rows) for features in found}
         held = sum(rows.nbytes for rows in self._kept.values())
         for digest in list(self._kept):
@@ -108,7 +133,6 @@ class Tower:
                 break
             if id(self._kept[digest]) not in now:
                 held -= self._kept.pop(digest).nbytes
-        return found
 
     def _encode(self, image: Preprocessed, stopped: Callable[[], bool]) -> np.ndarray:
         pixels = np.ascontiguousarray(image.pixels, np.float32)
@@ -116,6 +140,9 @@ class Tower:
         expected = (n_patches, 3, self.info["patch_size"], self.info["patch_size"])
         if pixels.shape != expected:
             raise ArgumentError(f"pixels have the shape {pixels.shape}, expected {expected}")
+        n_tokens = n_patches // self.info["merge"] ** 2
+        if image.n_tokens != n_tokens:
+            raise ArgumentError(f"n_tokens is {image.n_tokens}, expected {n_tokens} for a grid of {image.grid}")
         rows = np.empty((image.n_tokens, self.info["projection_dim"]), np.float32)
         source, target = ffi.from_buffer("float[]", pixels), ffi.from_buffer("float[]", rows)
         report = ProgressCallback(None, stopped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gc
 import io
 import json
@@ -168,6 +169,33 @@ def test_cancelling_while_an_image_is_encoded(llm: Llama, monkeypatch: pytest.Mo
     assert llm.chat([user(picture(1))], **GREEDY).tokens
 
 
+def test_cancelling_while_images_are_prepared(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm.vision is not None
+    prepare = llm.vision.prepare
+
+    def prepare_and_cancel(source: Any) -> Any:
+        llm.cancel()
+        return prepare(source)
+
+    monkeypatch.setattr(llm.vision, "prepare", prepare_and_cancel)
+    for images in ([picture(1)], [picture(1), picture(2)]):
+        with pytest.raises(CancelledError):
+            llm.chat([user(*images)], **GREEDY)
+    monkeypatch.undo()
+    assert llm.chat([user(picture(1))], **GREEDY).tokens
+
+
+def test_rows_are_evicted_after_a_failure_too(folder: Path) -> None:
+    with opened(folder, image_cache_bytes=0) as llm:
+        assert llm.vision is not None
+        first, second = (llm.vision.prepare(picture(seed)) for seed in (1, 2))
+        for wrong, words in [({"n_tokens": 5}, "n_tokens is 5, expected 12"), ({"grid": (2, 2)}, "pixels have the")]:
+            with pytest.raises(ArgumentError, match=words):
+                llm.vision.features([first, dataclasses.replace(second, **wrong)])
+            assert list(llm.vision._kept) == [first.digest]
+            first = llm.vision.prepare(picture(3))
+
+
 def test_several_images_and_text_over_turns(folder: Path, llm: Llama) -> None:
     """A later turn encodes and computes what is new only; the answer is that of a fresh model."""
     messages: list[Any] = []
@@ -224,11 +252,16 @@ def test_h1_limits_of_tokens(folder: Path) -> None:
             assert "image 600x400" in llm.detokenize([t for t in llm.tokens if t != FEATURE], special=True)
 
 
-def test_a_prompt_too_long_for_the_context_is_found_before_encoding(folder: Path) -> None:
+def test_a_prompt_too_long_for_the_context_is_found_before_encoding(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(folder, n_ctx=300) as llm:
         with pytest.raises(ContextFullError, match=r"330 of them for images.*300 positions"):
             llm.chat([user(picture(1, 600, 400))], **GREEDY)
         assert llm.vision is not None and llm.vision.n_encoded == 0 and llm.n_tokens == 0
+        monkeypatch.setattr(llm.vision, "prepare", None)  # not even decoded
+        with pytest.raises(ContextFullError, match=r"660 of them for images.*300 positions"):
+            llm.chat([user(*[picture(1, 600, 400)] * 2)], **GREEDY)
 
 
 @pytest.mark.parametrize(
