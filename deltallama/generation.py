@@ -56,7 +56,6 @@ class Run:
                 f"exceeds the {self.llm.n_ctx} positions of the context (n_ctx)"
             )
         assert self.llm.vision is not None
-        self.llm._files.check()
         rows = iter(self.llm.vision.features(images, lambda: self.llm._cancelled))
         return [item if isinstance(item, int) else next(rows) for item in self.prompt]
 

@@ -179,7 +179,7 @@ class Llama:
                     min_tokens=image_min_tokens, max_tokens=image_max_tokens, exif=image_exif,
                     allow_local=allow_local_images, fetch=fetch_image, cache_bytes=image_cache_bytes,
                 )  # fmt: skip
-                self.vision = Tower(self._handles, tower_path, options)
+                self.vision = Tower(self._handles, self._files, tower_path, options)
             except BaseException:
                 self.close()
                 raise

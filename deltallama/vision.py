@@ -14,6 +14,7 @@ from .chat.messages import Message
 from .chat.pictures import image_sources
 from .checks import flag, function, path_bytes, whole
 from .errors import ArgumentError, CancelledError, ContextFullError
+from .files import OpenFiles
 from .handles import Features, Handles, ProgressCallback
 from .images import ImageLimits, ImageSource, Preprocessed, image_size, preprocess, target_size
 
@@ -33,8 +34,9 @@ class ImageOptions:
         exif: bool,
         cache_bytes: int | None,
     ) -> None:
-        ImageLimits(min_tokens=min_tokens, max_tokens=max_tokens)  # checks both
-        self.min_tokens, self.max_tokens = min_tokens, max_tokens
+        self.min_tokens = None if min_tokens is None else whole("image_min_tokens", min_tokens)
+        self.max_tokens = None if max_tokens is None else whole("image_max_tokens", max_tokens)
+        ImageLimits(min_tokens=self.min_tokens, max_tokens=self.max_tokens)  # checks both
         self.allow_local = flag("allow_local_images", allow_local)
         self.fetch = function("fetch_image", fetch)
         self.exif = flag("image_exif", exif)
@@ -49,8 +51,10 @@ class Tower:
         n_encoded: images that were encoded, rather than found among those kept.
     """
 
-    def __init__(self, handles: Handles, path: str | os.PathLike[str], options: ImageOptions) -> None:
-        self._handles, self.options = handles, options
+    def __init__(
+        self, handles: Handles, files: OpenFiles, path: str | os.PathLike[str], options: ImageOptions
+    ) -> None:
+        self._handles, self._files, self.options = handles, files, options
         handles.open_vision(path_bytes(path))
         struct = new_struct("delta_vision_info")
         call(lib.delta_vision_info_get(handles.vision, struct))
@@ -111,7 +115,9 @@ class Tower:
             ArgumentError: an image has more patches than the tower takes.
             CancelledError: stopped, or `cancel` was called.
             NumericError: a result is not finite.
+            StateError: a file of the model was changed.
         """
+        self._files.check()
         found: list[Features] = []
         try:
             for image in images:

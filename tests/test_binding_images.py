@@ -241,7 +241,7 @@ def test_h1_limits_of_tokens(folder: Path) -> None:
     image = picture(1, 600, 400)
     for options, expected in [
         ({}, 22 * 15),
-        ({"image_max_tokens": 20}, None),
+        ({"image_max_tokens": np.int64(20)}, None),
         ({"image_min_tokens": 400}, None),
     ]:
         with opened(folder, **options) as llm:
@@ -394,6 +394,9 @@ def test_a_changed_tower_is_found(folder: Path, tmp_path: Path) -> None:
         os.utime(copy, ns=(1, 1))
         with pytest.raises(StateError, match=r"mmproj\.gguf was changed"):
             llm.chat([user(picture(2))], **GREEDY)
+        assert llm.vision is not None
+        with pytest.raises(StateError, match=r"mmproj\.gguf was changed"):
+            llm.vision.features([llm.vision.prepare(picture(2))])
 
 
 def test_h_opening_and_closing_does_not_grow_memory(folder: Path) -> None:
