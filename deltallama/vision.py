@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,15 @@ class ImageOptions:
         self.fetch = function("fetch_image", fetch)
         self.exif = flag("image_exif", exif)
         self.cache_bytes = CACHE_BYTES if cache_bytes is None else whole("image_cache_bytes", cache_bytes, 0)
+
+
+@contextmanager
+def _of_message(number: int) -> Iterator[None]:
+    """Errors name the message."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ArgumentError(f"message {number}: {error}") from None
 
 
 class Tower:
@@ -83,17 +93,21 @@ class Tower:
             CancelledError: stopped.
         """
         sources = image_sources(messages, self.options.allow_local, self.options.fetch)
-        n_tokens = sum(self._fewest_tokens(source) for source in sources)
+        n_tokens = 0
+        for number, source in sources:
+            with _of_message(number):
+                n_tokens += self._fewest_tokens(source)
         if n_tokens > n_ctx:
             raise ContextFullError(
                 f"a prompt of more than {n_tokens} tokens, {n_tokens} of them for images, "
                 f"exceeds the {n_ctx} positions of the context (n_ctx)"
             )
         images = []
-        for source in sources:
+        for number, source in sources:
             if stopped():
                 raise CancelledError("cancelled")
-            images.append(self.prepare(source))
+            with _of_message(number):
+                images.append(self.prepare(source))
         return images
 
     def _fewest_tokens(self, source: ImageSource) -> int:

@@ -286,6 +286,8 @@ def test_a_prompt_too_long_for_the_context_is_found_before_encoding(
         (url(7), "image_url must be text"),
         (user(7), "an image must be"),
         (user(b""), "no picture"),
+        (user(Image.new("F", (4, 4))), "floating-point values"),
+        (url(""), "the path of an image is empty"),
         ({"role": "system", "content": user(picture(1))["content"]}, "role 'system'"),
         ({"role": "assistant", "content": user(picture(1))["content"]}, "role 'assistant'"),
     ],
@@ -294,7 +296,7 @@ def test_a_prompt_too_long_for_the_context_is_found_before_encoding(
 def test_images_that_are_refused(llm: Llama, message: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words) as error:
         llm.chat([message, {"role": "user", "content": "Hi"}], **GREEDY)
-    assert str(error.value).startswith("message 0:") or "picture" in str(error.value)
+    assert str(error.value).startswith("message 0:")
     assert llm.n_tokens == 0
 
 

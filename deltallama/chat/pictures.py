@@ -27,8 +27,9 @@ _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*?(;base64)?,", re.IGNORECASE)
 _OTHER = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)  # schemes; one letter would be a drive
 
 
-def image_sources(messages: Sequence[Message], allow_local: bool, fetch: Fetch | None) -> list[Any]:
-    """The images of checked messages in order, each a Pillow image, the bytes of a file or a path.
+def image_sources(messages: Sequence[Message], allow_local: bool, fetch: Fetch | None) -> list[tuple[int, Any]]:
+    """The images of checked messages in order, each with the message's number: a Pillow image, the bytes of a file or a
+    path.
 
     Raises:
         ArgumentError: an image in a message that is not the user's, or one that cannot be had; names the message.
@@ -43,7 +44,7 @@ def image_sources(messages: Sequence[Message], allow_local: bool, fetch: Fetch |
                     f"message {number}: an image in a message of role {brief(message['role'])}, expected user"
                 )
             try:
-                sources.append(_source(part, allow_local, fetch))
+                sources.append((number, _source(part, allow_local, fetch)))
             except ArgumentError as error:
                 raise ArgumentError(f"message {number}: {error}") from None
     return sources
@@ -88,6 +89,8 @@ def _from_url(url: str, allow_local: bool, fetch: Fetch | None) -> Any:
 
 
 def _local(path: str | bytes, allow_local: bool) -> str | bytes:
+    if not path:
+        raise ArgumentError("the path of an image is empty")
     if not allow_local:
         raise ArgumentError(f"{brief(path)}: local files are read only with allow_local_images=True")
     return os.fsdecode(path)
