@@ -18,7 +18,7 @@ from ._ffi import call, ffi, lib, new_struct, struct_values
 from .chat import get_format
 from .chat.messages import Channel, Message, check_complete, refuse_images
 from .chat.pictures import Fetch
-from .checks import choice, flag, path_bytes, token_ids, whole
+from .checks import choice, flag, function, path_bytes, token_ids, whole
 from .errors import ArgumentError, CancelledError, FormatError, StateError, UnsupportedError
 from .files import OpenFiles
 from .generation import Run
@@ -146,6 +146,12 @@ class Llama:
             progress=progress,
         )  # fmt: skip
         self.seed = check_seed(seed)
+        if mmproj is None:  # these do nothing then, and wrong ones are wrong all the same
+            flag("image_exif", image_exif)
+            flag("allow_local_images", allow_local_images)
+            function("fetch_image", fetch_image)
+            if image_cache_bytes is not None:
+                whole("image_cache_bytes", image_cache_bytes, 0)
         self.vision: Tower | None = None
         path = os.fsdecode(path_bytes(model_path))
         tower_path = None if mmproj is None else os.fsdecode(path_bytes(mmproj))

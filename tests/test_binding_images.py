@@ -339,6 +339,9 @@ def test_options_that_are_refused(folder: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(ArgumentError, match=words):
             opened(folder, **options)
+    for name in ("image_exif", "allow_local_images", "fetch_image", "image_cache_bytes"):
+        with pytest.raises(ArgumentError, match=name):
+            Llama(folder / "text.gguf", **{name: -4})
     with pytest.raises(UnsupportedError, match="'kimi-k3' is no vision tower"):
         Llama(folder / "text.gguf", mmproj=folder / "text.gguf")
     with pytest.raises(UnsupportedError, match="is a vision tower, no text model"):
