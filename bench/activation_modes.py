@@ -7,9 +7,10 @@
 
 With a held-out file: every position of the greedy replies to `n` prompts. With `--random`: `n` texts of 60 random
 tokens. With `--tiny`: 40 such texts and random models of both architectures as `q8_0`. Those choose all experts, as
-do models of `make_models.py` with `--experts 8`, so that no choice of an expert can flip. All modes read the same file and keep their latents in F32. With `--peer` (`pip install '.[peer]'`) an
-independent llama.cpp, which rounds its inputs to 8 bits, is compared with our exact mode too, and all modes at the
-few positions of each text that it is asked about.
+do models of `make_models.py` with `--experts 8`, so that no choice of an expert can flip. All modes read the same file
+and keep their latents in F32. With `--peer` (`pip install '.[peer]'`) an independent llama.cpp, which rounds its inputs
+to 8 bits, is compared with our exact mode too, and all modes at the few positions of each text that
+it is asked about.
 
 Prints a Markdown table; KL is in nats, exact against rounded.
 """

@@ -37,7 +37,7 @@ def bound(device: str) -> float:
 
 
 def steps_of(x: np.ndarray) -> np.ndarray:
-    """What float32 products with integers round inputs x [n, a] to multiples of: 32 values to 1/32639 of the largest."""
+    """What float32 products with integers round x [n, a] to multiples of: 32 values to 1/32639 of the largest."""
     return np.abs(x).reshape(len(x), -1, 32).max(axis=2).repeat(32, axis=1) / 32639
 
 
