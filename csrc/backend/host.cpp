@@ -113,7 +113,7 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
     if (options.poison) {
         fill_nan(arena, plan.bytes / value_bytes(type), type);
     }
-    std::vector<OpCall> group;
+    group_.clear();
     for (size_t index = 0; index < graph.ops.size(); ++index) {
         if (options.proceed != nullptr && !(*options.proceed)(index)) {
             return;
@@ -129,20 +129,20 @@ void HostBackend::run(const Graph& graph, const ArenaPlan& plan, const Step& ste
         // With an observer one op is run after the other, so that it meets them in order.
         const bool alone = options.observer != nullptr || call.n_rows > kMostRowsAtOnce;
         if (call.n_rows > 0) {
-            group.push_back(call);
+            group_.push_back(call);
         }
-        if (!group.empty() && (alone || index + 1 == graph.ops.size() || graph.ops[index + 1].group != op.group)) {
+        if (!group_.empty() && (alone || index + 1 == graph.ops.size() || graph.ops[index + 1].group != op.group)) {
             uint8_t* free = workspace;
-            for (size_t i = 1; i < group.size(); ++i) {
-                free += aligned(workspace_bytes(*group[i - 1].op, group[i - 1].n_rows));
-                group[i].workspace = free;
+            for (size_t i = 1; i < group_.size(); ++i) {
+                free += aligned(workspace_bytes(*group_[i - 1].op, group_[i - 1].n_rows));
+                group_[i].workspace = free;
             }
             const auto start = std::chrono::steady_clock::now();
-            group.size() == 1 ? run_op(group[0]) : run_group(group);
+            group_.size() == 1 ? run_op(group_[0]) : run_group(group_);
             if (options.costs != nullptr) {
-                add_costs(group, &(*options.costs)[index + 1 - group.size()], std::chrono::steady_clock::now() - start, type);
+                add_costs(group_, &(*options.costs)[index + 1 - group_.size()], std::chrono::steady_clock::now() - start, type);
             }
-            group.clear();
+            group_.clear();
         }
         if (options.observer != nullptr) {
             const std::vector<double> out = call.out == nullptr ? std::vector<double>{} : widened(call.out, n_out(call), type);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "backend/backend.h"
 
@@ -82,6 +83,9 @@ class HostBackend : public Backend {
             run_op(call);
         }
     }
+
+   private:
+    std::vector<OpCall> group_;  // the calls that wait for the end of their group; kept, so that a step allocates nothing
 };
 
 }  // namespace delta

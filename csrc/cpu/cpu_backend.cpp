@@ -106,23 +106,21 @@ void CpuBackend::run_group(std::span<const OpCall> calls) {
         return;
     }
     // One section for all of them: to begin and to end one takes as long as reading some ten kilobytes.
-    std::vector<Items> parts;
-    std::vector<int64_t> ends;  // of each part, in items of all
+    parts_.clear();
     int64_t n = 0;
     int64_t cost = 0;
     for (const OpCall& call : calls) {
         const FloatCall c(call);
-        parts.push_back(call.op->kind == OpKind::ShortConv ? cpu_short_conv_items(*this, c) : cpu_linear_items(*this, c));
-        n += parts.back().n;
-        cost += parts.back().n * parts.back().cost;
-        ends.push_back(n);
+        parts_.push_back(call.op->kind == OpKind::ShortConv ? cpu_short_conv_items(*this, c) : cpu_linear_items(*this, c));
+        n += parts_.back().n;
+        cost += parts_.back().n * parts_.back().cost;
     }
     parallel(n, cost / std::max<int64_t>(n, 1), [&](int64_t begin, int64_t end, int32_t thread) {
-        for (size_t i = 0; begin < end; ++i) {
-            if (begin < ends[i]) {
-                const int64_t first = ends[i] - parts[i].n;
-                const int64_t stop = std::min(end, ends[i]);
-                parts[i].run(begin - first, stop - first, thread);
+        int64_t first = 0;  // of the part
+        for (auto part = parts_.begin(); begin < end; first += part->n, ++part) {
+            if (begin < first + part->n) {
+                const int64_t stop = std::min(end, first + part->n);
+                part->run(begin - first, stop - first, thread);
                 begin = stop;
             }
         }

@@ -1,8 +1,10 @@
 // The CPU device: kernels of the best instruction set of this processor on a thread pool.
 #pragma once
 
-#include <functional>
+#include <cstddef>
+#include <cstring>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "backend/host.h"
@@ -11,6 +13,27 @@
 #include "cpu/kernels.h"
 
 namespace delta {
+
+// The work of one op, cut into items that threads may do in any order. Nothing is allocated: a token makes hundreds of these.
+class Items {
+   public:
+    // `run(begin, end, thread)` does items begin .. end - 1 of 0 .. n - 1; `cost` is that of one, as CpuBackend::parallel has it.
+    template <class Run>
+    Items(int64_t n_items, int64_t item_cost, const Run& run) : n(n_items), cost(item_cost), call_([](const void* data, int64_t begin, int64_t end, int32_t thread) {
+        (*static_cast<const Run*>(data))(begin, end, thread);
+    }) {
+        static_assert(sizeof(Run) <= sizeof data_ && alignof(Run) <= alignof(std::max_align_t) && std::is_trivially_copyable_v<Run>);
+        std::memcpy(data_, &run, sizeof run);
+    }
+    void run(int64_t begin, int64_t end, int32_t thread) const { call_(data_, begin, end, thread); }
+
+    int64_t n;
+    int64_t cost;
+
+   private:
+    void (*call_)(const void* data, int64_t begin, int64_t end, int32_t thread);
+    alignas(std::max_align_t) std::byte data_[192];
+};
 
 class CpuBackend final : public HostBackend {
    public:
@@ -62,13 +85,7 @@ class CpuBackend final : public HostBackend {
 
     int32_t n_threads_;
     int32_t n_threads_batch_;
-};
-
-// The work of one op, cut into items that threads may do in any order: run(begin, end, thread).
-struct Items {
-    int64_t n;
-    int64_t cost;  // of one: CpuBackend::parallel
-    std::function<void(int64_t, int64_t, int32_t)> run;
+    std::vector<Items> parts_;  // of the present group
 };
 
 // The kernels' number of a tensor type; kCpuTypes if there are none for it: then rows are decoded and multiplied as float32.
