@@ -23,18 +23,23 @@ def interruptible(work: Callable[[], None], cancel: Callable[[], None]) -> None:
     if threading.current_thread() is not threading.main_thread():
         work()
         return
-    claim, done = threading.Lock(), threading.Event()
-    errors: list[BaseException] = []
+    # Bare locks: an exception of a signal handler inside threading.Event leaves its lock as it may not be, and another
+    # error in the place of that exception.
+    claim, done = threading.Lock(), threading.Lock()
+    done.acquire()
+    outcome: list[BaseException | None] = []
 
     def run() -> None:
         if not claim.acquire(blocking=False):
             return
+        error: BaseException | None = None
         try:
             work()
-        except BaseException as error:
-            errors.append(error)
+        except BaseException as raised:
+            error = raised
         finally:
-            done.set()
+            outcome.append(error)
+            done.release()
 
     try:
         try:
@@ -42,13 +47,13 @@ def interruptible(work: Callable[[], None], cancel: Callable[[], None]) -> None:
             _thread.start_new_thread(run, ())
         except RuntimeError:  # no thread to be had: at the end of the interpreter, or at a limit
             run()
-        done.wait()
+        done.acquire()
     except BaseException:
         if not claim.acquire(blocking=False):  # it has begun
-            while not done.is_set():
+            while not outcome:
                 with contextlib.suppress(BaseException):  # a second Ctrl-C must not leave it running
                     cancel()
-                    done.wait(_POLL_SECONDS)
+                    done.acquire(timeout=_POLL_SECONDS)
         raise
-    if errors:
-        raise errors[0]
+    if outcome[0] is not None:
+        raise outcome[0]

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ import pytest
 import deltallama
 from deltallama import CancelledError, Completion, FormatError, Llama, StateError
 from deltallama._ffi import ffi, lib
+from deltallama.interrupt import interruptible
 
 PROMPT = [5, 66, 97, 104, 300]
 USER = [{"role": "user", "content": "Hi"}]
@@ -223,6 +226,49 @@ def test_a_signal_handler_can_cancel_and_nothing_else(slow: Llama) -> None:
     finally:
         signal.signal(signal.SIGINT, previous)
     assert not refused and not slow.closed and slow.generate(PROMPT, max_tokens=3).tokens
+
+
+def test_an_interrupt_of_any_instruction_of_waiting_arrives_when_the_work_has_ended() -> None:
+    """An exception at each instruction that Python runs between the call and its end, one after the other."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupted(n_instructions: int) -> bool:
+        """Whether the call was, after so many instructions."""
+        cancelled, running = threading.Event(), []
+
+        def work() -> None:
+            running.append(True)
+            cancelled.wait(0.002)
+            running.clear()
+
+        n = 0
+
+        def trace(frame: types.FrameType, event: str, _: object) -> Callable[..., Any]:
+            nonlocal n
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                n += 1
+                if n == n_instructions:
+                    raise Interrupt
+            return trace
+
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            interruptible(work, cancelled.set)
+            return False
+        except Interrupt:
+            return True
+        finally:
+            sys.settrace(previous)
+            assert not running
+
+    n_instructions = 1
+    while interrupted(n_instructions):
+        n_instructions += 1
+    assert n_instructions > 30
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may meet a callback of pytest
