@@ -74,9 +74,9 @@ void CpuBackend::run_op(const OpCall& call) {
         case OpKind::Embed: return cpu_embed(*this, c);
         case OpKind::RmsNorm: return cpu_rms_norm(*this, c);
         case OpKind::Add: return cpu_add(*this, c);
+        case OpKind::ShortConv: rounded.clear(); [[fallthrough]];  // alone it has the scratch in which those rows are
         case OpKind::Linear:
-        case OpKind::HeadLinear:
-        case OpKind::ShortConv: return run_group({&call, 1});
+        case OpKind::HeadLinear: return run_group({&call, 1});
         case OpKind::Glu: return cpu_glu(*this, c);
         case OpKind::KdaGate: return cpu_kda_gate(*this, c);
         case OpKind::KdaScan: return cpu_kda_scan(*this, c);

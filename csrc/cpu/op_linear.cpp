@@ -24,12 +24,14 @@ struct LinearCall {
 }  // namespace
 
 size_t rounded_row_bytes(CpuInput kind, int64_t n) {
-    constexpr size_t kAlign = 64;
+    constexpr size_t kBank = 8;
     if (!rounds_input(kind)) {
         return 0;
     }
+    // An odd number of banks of the first cache: the kernels read one place of several rows at once, which then are in different banks.
+    // Those of one bank would have to wait for each other.
     const size_t bytes = static_cast<size_t>(n / kInputBlock) * kRoundedBlockBytes;
-    return (bytes + kAlign - 1) / kAlign * kAlign;
+    return ((bytes + kBank - 1) / kBank | 1) * kBank;
 }
 
 Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_rows, int64_t x_stride, int64_t n, uint8_t* buffer) {
