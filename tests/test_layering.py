@@ -151,7 +151,7 @@ def files(suffixes: set[str] | None = None) -> list[Path]:
             if path.is_dir():
                 if path.name not in skipped and (not path.name.startswith(".") or path.name == ".ci"):
                     folders.append(path)
-            elif suffixes is None or path.suffix in suffixes:
+            elif path.name != ".git" and (suffixes is None or path.suffix in suffixes):  # a file in a second work tree
                 found.append(path)
     return sorted(found)
 
