@@ -33,7 +33,7 @@ from peer import Peer, PeerError
 import conversion
 from deltallama import DeltaError, Llama
 
-MODES = ("fine", "fast")
+MODES = ("auto", "fine", "fast")
 MAX_NEW = 96
 PEER_POSITIONS = 5  # of each text; the peer reads the text anew for each
 

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("-d", "--depth", type=lambda text: [int(part) for part in text.split(",")], default=[0, 4096])
     p.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
     p.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    p.add_argument("--activations", default="fine", help="of ours (default: %(default)s)")
+    p.add_argument("--activations", default="auto", help="of ours (default: %(default)s)")
     p.add_argument("--cache-type", default="f16", help="of ours; llama.cpp's is f16 (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print JSON, with every round's numbers")
     p.add_argument("--despite-load", action="store_true", help="measure although something else runs")

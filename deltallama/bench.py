@@ -193,7 +193,7 @@ def _models(
                     "architecture": llm.architecture,
                     "n_threads": llm.info["n_threads"],
                     "n_batch": llm.info["n_batch"],
-                    "activations": options.get("activations", "fine"),
+                    "activations": options.get("activations", "auto"),
                     "cache_type": options.get("cache_type", "f16"),
                     "read_gigabytes_per_second": read_bandwidth(llm) / 1e9,
                 },

@@ -133,7 +133,7 @@ def _add_model_options(parser: argparse.ArgumentParser, sizes: bool = True) -> N
         "--interleave-memory", action="store_true", help="spread memory over the nodes of a machine that has several"
     )
     group.add_argument("-b", "--n-batch", type=int, default=0, metavar="N", help="prompt rows per step; 0: 512")
-    group.add_argument("--activations", default="fine", help="exact, fine or fast (default: %(default)s)")
+    group.add_argument("--activations", default="auto", help="exact, fine, fast or auto (default: %(default)s)")
     group.add_argument("--cache-type", default="f16", help="f32, f16, bf16 or q8_0 (default: %(default)s)")
     group.add_argument("--device", default="cpu", help="cpu or ref (default: %(default)s)")
 

@@ -79,7 +79,7 @@ def _add_positions(parser: argparse.ArgumentParser) -> None:
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("-t", "--n-threads", type=int, default=0, metavar="N", help="0: physical cores")
-    group.add_argument("--activations", default="fine", help="exact, fine or fast (default: %(default)s)")
+    group.add_argument("--activations", default="fine", help="exact, fine, fast or auto (default: %(default)s)")
     group.add_argument("--cache-type", default="f16", help="f32, f16, bf16 or q8_0 (default: %(default)s)")
     group.add_argument("--device", default="cpu", help="cpu or ref (default: %(default)s)")
 

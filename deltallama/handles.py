@@ -20,7 +20,7 @@ from .interrupt import interruptible
 Progress = Callable[[int, int], object]
 """Called with tokens done and tokens in all; a true result stops the computation with CancelledError."""
 
-_ACTIVATIONS = {"exact": lib.DELTA_EXACT, "fine": lib.DELTA_FINE, "fast": lib.DELTA_FAST}
+_ACTIVATIONS = {"exact": lib.DELTA_EXACT, "fine": lib.DELTA_FINE, "fast": lib.DELTA_FAST, "auto": lib.DELTA_AUTO}
 _CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 
 
@@ -59,7 +59,7 @@ class Params:
         interleave_memory: bool = False,
         n_batch: int = 0,
         n_outputs: int = 0,
-        activations: str = "fine",
+        activations: str = "auto",
         cache_type: str = "f16",
         device: str = "cpu",
         checkpoint_bytes: int | None = None,

@@ -90,7 +90,7 @@ class Llama:
         interleave_memory: bool = False,
         n_batch: int = 0,
         n_outputs: int = 0,
-        activations: str = "fine",
+        activations: str = "auto",
         cache_type: str = "f16",
         seed: int | None = None,
         device: str = "cpu",
@@ -115,8 +115,9 @@ class Llama:
             interleave_memory: memory is spread over all nodes of a machine that has several.
             n_batch: rows computed together in a prompt; 0: 512.
             n_outputs: rows per step that may keep logits; 0: 16.
-            activations: "exact" computes in float64; "fine" and "fast" in float32, with inputs of products with
-                quantized weights rounded to 16 or 8 bits per value.
+            activations: "exact" computes in float64; the others in float32, with inputs of products with quantized
+                weights rounded to integers, each block by its largest value: "fine" to 16 bits, "fast" to 8, "auto" to 8
+                for weights of type Q2_K to Q6_K, to 16 for all others.
             cache_type: type of the latent cache: "f32", "f16", "bf16" or "q8_0", about half of f16, for models whose
                 latents are whole blocks of 32 values.
             seed: seed of calls that name none; None: a new one for each call.

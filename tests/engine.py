@@ -11,7 +11,7 @@ import numpy as np
 
 import native
 
-ACTIVATIONS = {"exact": 0, "fine": 1, "fast": 2}
+ACTIVATIONS = {"exact": 0, "fine": 1, "fast": 2, "auto": 3}
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 
 

@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES
 import native
 
 F32 = int(Type.F32)
-ACTIVATIONS = {"exact": 0, "fine": 1, "fast": 2}
+ACTIVATIONS = {"exact": 0, "fine": 1, "fast": 2, "auto": 3}
 
 
 @dataclass

@@ -94,7 +94,7 @@ def test_defaults() -> None:
     params = ffi.new("delta_model_params *")
     lib.delta_model_params_init(params)
     assert params.size == ffi.sizeof("delta_model_params")
-    assert (params.activations, params.cache_type, params.checkpoint_bytes) == (lib.DELTA_FINE, 1, 2**64 - 1)
+    assert (params.activations, params.cache_type, params.checkpoint_bytes) == (lib.DELTA_AUTO, 1, 2**64 - 1)
     assert (params.n_ctx, params.n_batch, params.n_outputs, params.n_sessions, params.n_threads, params.poison) == (
         0,
     ) * 6
@@ -378,7 +378,7 @@ def test_plan_is_what_open_does(engine: Engine, path: Path) -> None:
 @pytest.mark.parametrize(
     "field,value,words",
     [
-        ("activations", 3, ["activations", "3"]),
+        ("activations", 4, ["activations", "4"]),
         ("cache_type", 2, ["cache_type", "2", "Q8_0"]),
         ("n_batch", 2**31, ["n_batch"]),
         ("n_sessions", 2**31, ["n_sessions"]),

@@ -15,6 +15,7 @@ import subprocess
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
 
 import kernels
 import native
@@ -137,9 +138,11 @@ def input_rows(isa: str, x: np.ndarray, input_: int) -> tuple[np.ndarray, np.nda
     return np.stack(rows), np.stack(values)
 
 
-def dot(isa: str, w: np.ndarray, n_w: int, row_bytes: int, x: np.ndarray, n: int, type_: int) -> np.ndarray:
+def dot(
+    isa: str, w: np.ndarray, n_w: int, row_bytes: int, x: np.ndarray, n: int, type_: int, input_: int
+) -> np.ndarray:
     sizes = [n_w, len(x), n, row_bytes, x.shape[1]]
-    return call(isa, "dot", [w, x], [nans(len(x), n_w)], sizes, type_=type_)[0]
+    return call(isa, "dot", [w, x], [nans(len(x), n_w)], sizes, type_=type_, input_=input_)[0]
 
 
 PRODUCTS = [(t, INPUT_F32) for t in (F32, F16, BF16)] + [(int(t), i) for t in INTEGERS for i in (INPUT_I16, INPUT_I8)]
@@ -153,7 +156,7 @@ PRODUCTS = [(t, INPUT_F32) for t in (F32, F16, BF16)] + [(int(t), i) for t in IN
 def test_dot(isa: str, rng: np.random.Generator, type_: int, input_: int, n_w: int, n_x: int, n: int) -> None:
     w, values, row_bytes = encoded(rng, type_, n_w, n)
     x, x_values = input_rows(isa, normal(rng, n_x, n), input_)
-    out = dot(isa, w, n_w, row_bytes, x, n, type_)
+    out = dot(isa, w, n_w, row_bytes, x, n, type_, input_)
     assert off(out, x_values @ values.T, np.abs(x_values) @ np.abs(values).T) < BOUND
 
 
@@ -161,9 +164,9 @@ def test_dot(isa: str, rng: np.random.Generator, type_: int, input_: int, n_w: i
 @pytest.mark.parametrize("n", [32, 96, 544, 1056])
 def test_dot_of_any_number_of_blocks(isa: str, rng: np.random.Generator, type_: int, n: int) -> None:
     w, values, row_bytes = encoded(rng, type_, 5, n)
-    for n_x in (3, 12):
-        x, x_values = input_rows(isa, normal(rng, n_x, n), INPUT_I16)
-        out = dot(isa, w, 5, row_bytes, x, n, type_)
+    for n_x, input_ in ((3, INPUT_I16), (12, INPUT_I16), (3, INPUT_I8), (12, INPUT_I8)):
+        x, x_values = input_rows(isa, normal(rng, n_x, n), input_)
+        out = dot(isa, w, 5, row_bytes, x, n, type_, input_)
         assert off(out, x_values @ values.T, np.abs(x_values) @ np.abs(values).T) < BOUND
 
 
@@ -173,7 +176,7 @@ def test_dot_of_any_length(isa: str, rng: np.random.Generator, type_: int, n: in
     w, values, row_bytes = encoded(rng, type_, 6, n)
     for n_x in (1, 2, 3):
         x, x_values = input_rows(isa, normal(rng, n_x, n), INPUT_F32)
-        out = dot(isa, w, 6, row_bytes, x, n, type_)
+        out = dot(isa, w, 6, row_bytes, x, n, type_, INPUT_F32)
         assert off(out, x_values @ values.reshape(6, n).T, np.abs(x_values) @ np.abs(values).reshape(6, n).T) < BOUND
 
 
@@ -215,10 +218,11 @@ def test_dot_does_not_depend_on_its_neighbours(isa: str, rng: np.random.Generato
     n, n_w = 768, 43
     w, _, row_bytes = encoded(rng, type_, n_w, n)
     x, _ = input_rows(isa, normal(rng, 19, n), input_)
-    all_ = dot(isa, w, n_w, row_bytes, x, n, type_)
+    all_ = dot(isa, w, n_w, row_bytes, x, n, type_, input_)
     for first, rows in ((0, 1), (3, 1), (2, 5), (10, 33), (42, 1)):
         for start, inputs in ((0, 1), (5, 1), (1, 2), (6, 3), (0, 7), (4, 11)):
-            part = dot(isa, w[first * row_bytes :], rows, row_bytes, x[start : start + inputs].copy(), n, type_)
+            some = x[start : start + inputs].copy()
+            part = dot(isa, w[first * row_bytes :], rows, row_bytes, some, n, type_, input_)
             assert np.array_equal(part, all_[start : start + inputs, first : first + rows])
 
 
@@ -234,9 +238,35 @@ def test_no_instruction_set_changes_a_bit_of_a_product(rng: np.random.Generator,
         pytest.skip(f"no two of these to compare: {', '.join(ISAS)}")
     w, _, row_bytes = encoded(rng, type_, 35, 512)
     for n_x in (1, 3, 13):
-        x, _ = input_rows(alike[0], normal(rng, n_x, 512), INPUT_F32 if type_ in (F32, F16, BF16) else INPUT_I16)
-        found = [dot(isa, w, 35, row_bytes, x, 512, type_) for isa in alike]
-        assert all(np.array_equal(found[0], other) for other in found[1:])
+        for input_ in [INPUT_F32] if type_ in (F32, F16, BF16) else [INPUT_I16, INPUT_I8]:
+            x, _ = input_rows(alike[0], normal(rng, n_x, 512), input_)
+            found = [dot(isa, w, 35, row_bytes, x, 512, type_, input_) for isa in alike]
+            assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("type_", [int(t) for t in INTEGERS])
+def test_inputs_of_eight_bits_have_a_shorter_way_to_the_same_bits(
+    isa: str, rng: np.random.Generator, type_: int
+) -> None:
+    """Also at the ends, where sums of 16 bits are largest: a bit pattern in all blocks, inputs of one size."""
+    n_w, n = 19, 512
+    rows = [random_rows(rng, Type(type_), (n_w, n), 0.5)[0]]
+    block_bytes = GGML_QUANT_SIZES[Type(type_)][1]
+    for pattern in (0x00, 0x0F, 0xF0, 0xFF):
+        raw = rows[0].copy().reshape(-1, block_bytes)
+        for at in range(block_bytes):
+            kept = raw[:, at].copy()
+            raw[:, at] = pattern
+            if not np.isfinite(dequantize(raw, Type(type_))).all():  # a byte of a scale
+                raw[:, at] = kept
+        rows.append(raw.reshape(rows[0].shape))
+    signs = np.array([[1] * n, [-1] * n, [1, -1] * (n // 2)], np.float32)
+    for raw in rows:
+        w = raw.reshape(-1)
+        for inputs in (normal(rng, 3, n), 3 * signs, normal(rng, 17, n), 3 * np.repeat(signs, 5, axis=0)):
+            x, _ = input_rows(isa, inputs, INPUT_I8)
+            longer, shorter = (dot(isa, w, n_w, raw.shape[1], x, n, type_, way) for way in (INPUT_I16, INPUT_I8))
+            assert np.array_equal(longer, shorter)
 
 
 @pytest.mark.parametrize("input_", [INPUT_I16, INPUT_I8])
@@ -246,7 +276,7 @@ def test_integer_products_do_not_overflow(isa: str, input_: int) -> None:
     w = np.tile(block, n // BLOCK)
     for sign in (1, -1):
         x, values = input_rows(isa, np.full((1, n), sign * 3.0, np.float32), input_)
-        out = dot(isa, w, 1, len(w), x, n, Q8_0)
+        out = dot(isa, w, 1, len(w), x, n, Q8_0, input_)
         assert np.allclose(out, -128 * values.sum(), rtol=1e-6)
 
 
@@ -260,16 +290,16 @@ def test_a_bad_input_reaches_every_product_of_its_row(
         inputs = normal(rng, n_x, 256)
         inputs[1, 40] = bad
         x, _ = input_rows(isa, inputs, input_)
-        out = dot(isa, w, 5, row_bytes, x, 256, type_)
+        out = dot(isa, w, 5, row_bytes, x, 256, type_, input_)
         assert np.isfinite(np.delete(out, 1, axis=0)).all() and not np.isfinite(out[1]).any()
 
 
 def test_nan_scale_of_mxfp4_reaches_the_product(isa: str, rng: np.random.Generator) -> None:
     w, _, row_bytes = encoded(rng, MXFP4, 1, 64)
     w[17] = 255
-    for input_, n_x in ((INPUT_I16, 1), (INPUT_I8, 1), (INPUT_I16, 9)):
+    for input_, n_x in ((INPUT_I16, 1), (INPUT_I8, 1), (INPUT_I16, 9), (INPUT_I8, 9)):
         x, _ = input_rows(isa, normal(rng, n_x, 64), input_)
-        assert np.isnan(dot(isa, w, 1, row_bytes, x, 64, MXFP4)).all()
+        assert np.isnan(dot(isa, w, 1, row_bytes, x, 64, MXFP4, input_)).all()
 
 
 @pytest.mark.parametrize("type_", [F32, F16, BF16])

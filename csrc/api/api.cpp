@@ -49,7 +49,7 @@ void log_opened(const char* path, const Model& model) {
 }
 
 std::unique_ptr<Backend> make_backend(const char* kind) {
-    const BackendOptions options{.n_threads = 1, .activations = DELTA_FINE};
+    const BackendOptions options{.n_threads = 1, .activations = DELTA_AUTO};
     return std::strcmp(kind, "cpu") == 0 ? make_cpu_backend(options) : make_ref_backend(options);
 }
 
@@ -112,7 +112,7 @@ void delta_model_params_init(delta_model_params* params) {
     }
     *params = {};
     params->size = sizeof *params;
-    params->activations = DELTA_FINE;
+    params->activations = DELTA_AUTO;
     params->cache_type = 1;
     params->checkpoint_bytes = UINT64_MAX;
 }

@@ -46,7 +46,7 @@ struct BackendOptions {
     int32_t n_threads_batch = 0;     // in steps with more tokens than sequences; 0: as many
     bool pin_threads = false;
     bool interleave_memory = false;
-    delta_activations activations = DELTA_FINE;
+    delta_activations activations = DELTA_AUTO;
 };
 
 class Backend {

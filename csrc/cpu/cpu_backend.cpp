@@ -152,7 +152,8 @@ CpuInput CpuBackend::input_kind(const Weight& w) const {
     if (type == kCpuTypes || type < kFloatTypes) {
         return kInputF32;
     }
-    return activations == DELTA_FINE ? kInputI16 : kInputI8;
+    const bool is_k = type >= kQ2_K && type <= kQ6_K;
+    return activations == DELTA_FAST || (activations == DELTA_AUTO && is_k) ? kInputI8 : kInputI16;
 }
 
 void CpuBackend::check_op(const Op& op) const {

@@ -13,7 +13,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 19));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + 2 * int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 19));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;
@@ -152,7 +152,7 @@ void call_dot(const CpuKernels& k, const delta_test_kernel_call& c) {
         x[j] = static_cast<const uint8_t*>(c.inputs[1]) + static_cast<size_t>(c.sizes[4]) * j;
         out[j] = static_cast<float*>(c.outputs[0]) + static_cast<size_t>(c.sizes[0]) * j;
     }
-    present(k.dot[type_of(c)], c)(static_cast<const uint8_t*>(c.inputs[0]), static_cast<size_t>(c.sizes[3]), static_cast<int32_t>(c.sizes[0]),
+    present((c.input == kInputI8 ? k.dot_i8 : k.dot)[type_of(c)], c)(static_cast<const uint8_t*>(c.inputs[0]), static_cast<size_t>(c.sizes[3]), static_cast<int32_t>(c.sizes[0]),
                                            x.data(), static_cast<int32_t>(c.sizes[1]), c.sizes[2], out.data());
 }
 

@@ -134,6 +134,7 @@ struct CpuKernels {
     bool fast_half;  // one instruction decodes a vector of float16
 
     DotFn dot[kCpuTypes];                                                                   // inputs as the type takes them
+    DotFn dot_i8[kCpuTypes];                                                                // kInputI8: the same bits, faster; null for floats
     double (*wide_dot)(const double* w, const double* x, int64_t n);                        // <w, x>
     void (*widen[kFloatTypes])(const uint8_t* src, float* dst, int64_t n);
     void (*widen_q8_0)(const uint8_t* src, float* dst, int64_t n);                          // n: whole blocks

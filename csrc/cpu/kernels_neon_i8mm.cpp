@@ -121,23 +121,28 @@ void dot_i8mm(const uint8_t* w, size_t w_stride, int32_t n_w, const void* const*
     }
 }
 
+template <class Type>
+void enter_i8mm(CpuKernels& kernels, CpuType type) {
+    kernels.dot[type] = kernels.dot_i8[type] = dot_i8mm<Type>;
+}
+
 }  // namespace
 
 void kernels_init_neon_i8mm(CpuKernels& kernels) {
     enter_kernels(kernels, "neon_i8mm");
-    kernels.dot[kQ4_0] = dot_i8mm<Q4_0Codes>;
-    kernels.dot[kQ4_1] = dot_i8mm<Q4_1Codes>;
-    kernels.dot[kQ5_0] = dot_i8mm<Q5_0Codes>;
-    kernels.dot[kQ5_1] = dot_i8mm<Q5_1Codes>;
-    kernels.dot[kQ8_0] = dot_i8mm<Q8_0Codes>;
-    kernels.dot[kQ2_K] = dot_i8mm<Q2_KCodes>;
-    kernels.dot[kQ3_K] = dot_i8mm<Q3_KCodes>;
-    kernels.dot[kQ4_K] = dot_i8mm<Q4_KCodes>;
-    kernels.dot[kQ5_K] = dot_i8mm<Q5_KCodes>;
-    kernels.dot[kQ6_K] = dot_i8mm<Q6_KCodes>;
-    kernels.dot[kIQ4_NL] = dot_i8mm<IQ4_NLCodes>;
-    kernels.dot[kIQ4_XS] = dot_i8mm<IQ4_XSCodes>;
-    kernels.dot[kMXFP4] = dot_i8mm<MXFP4Codes>;
+    enter_i8mm<Q4_0Codes>(kernels, kQ4_0);
+    enter_i8mm<Q4_1Codes>(kernels, kQ4_1);
+    enter_i8mm<Q5_0Codes>(kernels, kQ5_0);
+    enter_i8mm<Q5_1Codes>(kernels, kQ5_1);
+    enter_i8mm<Q8_0Codes>(kernels, kQ8_0);
+    enter_i8mm<Q2_KCodes>(kernels, kQ2_K);
+    enter_i8mm<Q3_KCodes>(kernels, kQ3_K);
+    enter_i8mm<Q4_KCodes>(kernels, kQ4_K);
+    enter_i8mm<Q5_KCodes>(kernels, kQ5_K);
+    enter_i8mm<Q6_KCodes>(kernels, kQ6_K);
+    enter_i8mm<IQ4_NLCodes>(kernels, kIQ4_NL);
+    enter_i8mm<IQ4_XSCodes>(kernels, kIQ4_XS);
+    enter_i8mm<MXFP4Codes>(kernels, kMXFP4);
 }
 
 }  // namespace delta

@@ -36,7 +36,7 @@ size_t rounded_row_bytes(CpuInput kind, int64_t n) {
 
 Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_rows, int64_t x_stride, int64_t n, uint8_t* buffer) {
     if (!rounds_input(kind)) {
-        return {reinterpret_cast<const uint8_t*>(x), static_cast<size_t>(x_stride) * sizeof(float)};
+        return {reinterpret_cast<const uint8_t*>(x), static_cast<size_t>(x_stride) * sizeof(float), kind};
     }
     const size_t row_bytes = rounded_row_bytes(kind, n);
     self.parallel(n_rows, n, [&](int64_t begin, int64_t end, int32_t) {
@@ -44,7 +44,7 @@ Inputs round_inputs(CpuBackend& self, CpuInput kind, const float* x, int64_t n_r
             self.kernels.quantize[kind](x + i * x_stride, n, rounded_row(buffer + static_cast<size_t>(i) * row_bytes, n));
         }
     });
-    return {buffer, row_bytes};
+    return {buffer, row_bytes, kind};
 }
 
 namespace {
@@ -73,7 +73,7 @@ Inputs input_of(CpuBackend& self, const LinearCall& call, const FloatCall& c, co
     if (rounds_input(kind)) {
         for (const CpuBackend::Rounded& r : self.rounded) {
             if (r.x == wanted.x && r.n_rows == wanted.n_rows && r.stride == wanted.stride && r.n == wanted.n && r.kind == wanted.kind) {
-                return {r.data, row_bytes};
+                return {r.data, row_bytes, kind};
             }
         }
     }

@@ -263,7 +263,7 @@ void few_places(const ExpertCall& e) {
             e.activate(e.s.gate + p * e.inner(), e.s.up + p * e.inner(), static_cast<int32_t>(p), 0, e.inner());
         }
     });
-    const Inputs hidden{e.s.hidden, e.x.hidden_row_bytes};
+    const Inputs hidden{e.s.hidden, e.x.hidden_row_bytes, e.x.hidden_kind};
     const int64_t down_chunks = (e.width() + kFewChunk - 1) / kFewChunk;
     self.parallel(e.n_active * down_chunks, kFewChunk * e.inner(), [&](int64_t begin, int64_t end, int32_t thread) {
         for (int64_t item = begin; item < end; ++item) {
@@ -309,7 +309,7 @@ void many_places(const ExpertCall& e) {
     });
 
     // Items are stretches of the output, each for all rows and experts, so that no expert is read twice.
-    const Inputs hidden{s.hidden, x.hidden_row_bytes};
+    const Inputs hidden{s.hidden, x.hidden_row_bytes, x.hidden_kind};
     const int64_t down_chunks = (width + kDownChunk - 1) / kDownChunk;
     const int64_t cost = kDownChunk * inner * static_cast<int64_t>(e.n_places());
     self.parallel(down_chunks, cost, [&](int64_t begin, int64_t end, int32_t thread) {

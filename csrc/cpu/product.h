@@ -11,6 +11,7 @@ namespace delta {
 struct Inputs {
     const uint8_t* data;
     size_t stride;  // bytes from one row to the next
+    CpuInput kind;
 
     const void* row(int64_t i) const { return data + static_cast<size_t>(i) * stride; }
 };
@@ -44,7 +45,7 @@ void multiply_rows(const CpuKernels& k, const Weight& w, int64_t mat, int64_t fi
             outputs[i] = output(j + i);
         }
         if (type != kCpuTypes) {
-            k.dot[type](w.row(mat, first), w.row_bytes(), static_cast<int32_t>(n_w), inputs, n, w.cols, outputs);
+            (x.kind == kInputI8 ? k.dot_i8 : k.dot)[type](w.row(mat, first), w.row_bytes(), static_cast<int32_t>(n_w), inputs, n, w.cols, outputs);
             continue;
         }
         for (int64_t row = 0; row < n_w; row += kDecodedRows) {

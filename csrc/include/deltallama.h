@@ -54,7 +54,8 @@ typedef enum delta_status {
 typedef enum delta_activations {
     DELTA_EXACT = 0, /* float64 throughout; a latent cache of type F32 holds float64 too */
     DELTA_FINE = 1,  /* float32; inputs of such products as 16-bit integers per block */
-    DELTA_FAST = 2   /* float32; inputs of such products as 8-bit integers per block */
+    DELTA_FAST = 2,  /* float32; inputs of such products as 8-bit integers per block */
+    DELTA_AUTO = 3   /* as DELTA_FAST with weights of type Q2_K to Q6_K, whose own error is far larger; as DELTA_FINE with others */
 } delta_activations;
 
 /* Which rows of an evaluation keep their logits. */

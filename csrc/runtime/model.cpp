@@ -38,8 +38,8 @@ void resolve_params(delta_model_params& p, const Hparams& h) {
     }
     p.n_outputs = p.n_outputs == 0 ? std::max(kDefaultOutputs, p.n_sessions) : p.n_outputs;
     p.n_outputs = std::min(p.n_outputs, p.n_batch);
-    if (p.activations > DELTA_FAST) {
-        throw Error(DELTA_ARG, format("activations is %u, expected 0 (exact), 1 (fine) or 2 (fast)", p.activations));
+    if (p.activations > DELTA_AUTO) {
+        throw Error(DELTA_ARG, format("activations is %u, expected 0 (exact), 1 (fine), 2 (fast) or 3 (auto)", p.activations));
     }
     p.checkpoint_every = p.checkpoint_every == 0 ? kDefaultCheckpointEvery : p.checkpoint_every;
 }
@@ -114,7 +114,7 @@ std::unique_ptr<Model> Model::open(const std::string& path, const delta_model_pa
 
     const auto count = [](uint32_t n) { return static_cast<int32_t>(std::min<uint32_t>(n, INT32_MAX)); };
     const BackendOptions options{count(params.n_threads), count(params.n_threads_batch), params.pin_threads != 0, params.interleave_memory != 0,
-                                 static_cast<delta_activations>(std::min<uint32_t>(params.activations, DELTA_FAST))};
+                                 static_cast<delta_activations>(std::min<uint32_t>(params.activations, DELTA_AUTO))};
     std::optional<InterleavedMemory> interleaved;  // for what this function allocates
     if (options.interleave_memory) {
         interleaved.emplace();
