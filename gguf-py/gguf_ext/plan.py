@@ -9,7 +9,7 @@ computed when asked for, since a large model has millions.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
@@ -215,8 +215,20 @@ def _encode_value(value: Any, type_: GGUFValueType, element: GGUFValueType | Non
         return head + _encode_item(value, type_)
     if element is None or element == GGUFValueType.ARRAY:
         raise TypeError("an array needs the type of its elements")
-    head += struct.pack("<IQ", int(element), len(value))
-    return head + b"".join(_encode_item(item, element) for item in value)
+    return head + struct.pack("<IQ", int(element), len(value)) + _encode_items(value, element)
+
+
+def _encode_items(values: Sequence[Any], type_: GGUFValueType) -> bytes:
+    """The elements of an array; those of a vocabulary are hundreds of thousands, so one call packs many."""
+    if type_ == GGUFValueType.STRING:
+        texts = [text.encode() for text in values]
+        parts = [b""] * (2 * len(texts))
+        parts[::2] = map(struct.Struct("<Q").pack, map(len, texts))
+        parts[1::2] = texts
+        return b"".join(parts)
+    if type_ == GGUFValueType.BOOL:
+        return b"".join(_encode_item(value, type_) for value in values)
+    return struct.pack(f"<{len(values)}{SCALAR_FORMATS[type_]}", *values)
 
 
 def _encode_item(value: Any, type_: GGUFValueType) -> bytes:
