@@ -11,6 +11,7 @@ import base64
 import binascii
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gguf_ext.constants import GGUFValueType, TokenType
 from .config import Config, read_bytes, read_json
 from .errors import ConversionError
 from .headers import LFS_POINTER_PROBLEM, is_lfs_pointer
+from .merging import last_merges
 
 RANKS_NAME = "tiktoken.model"
 CONFIG_NAME = "tokenizer_config.json"
@@ -42,6 +44,13 @@ _TABLE = _byte_to_unicode()
 def printable(token: bytes) -> str:
     """Token bytes in the printable spelling that GGUF files use for byte-level tokens."""
     return token.decode("latin-1").translate(_TABLE)
+
+
+def _all_printable(tokens: list[bytes]) -> list[str]:
+    """The same for many at once: a byte is one character, so the spelling of all can be cut where the tokens end."""
+    text = printable(b"".join(tokens))
+    ends = list(accumulate(map(len, tokens), initial=0))
+    return [text[begin:end] for begin, end in pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def read_vocabulary(folder: Path, config: Config, default_template: str | None) 
 def _tokens(folder: Path, ranks: list[bytes], size: int) -> tuple[list[str], list[TokenType]]:
     """Text and type of every id below `size`."""
     names = _special_names(folder / CONFIG_NAME, len(ranks), size)
-    tokens = [printable(token) for token in ranks]
+    tokens = _all_printable(ranks)
     types = [TokenType.NORMAL] * len(ranks)
     for token_id in range(len(ranks), size):
         reserved = token_id < len(ranks) + N_RESERVED
@@ -181,31 +190,9 @@ def merges(tokens: list[bytes]) -> Iterator[str]:
     Ranks are all a tiktoken file has. The merge of a token is what byte pair encoding with only the ranks below its own
     leaves of its bytes, if that is two pieces; a token that ends in more is never made by merging and has no line.
     """
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    for rank, token in enumerate(tokens):
-        at = _last_merge(token, rank, ranks)
+    for text, at in zip(_all_printable(tokens), last_merges(tokens), strict=True):
         if at:
-            yield f"{printable(token[:at])} {printable(token[at:])}"
-
-
-def _last_merge(token: bytes, own_rank: int, ranks: dict[bytes, int]) -> int:
-    """Where the last merge joins, in bytes; 0 if there is none. Always merges the pair of lowest rank, leftmost
-    first."""
-    never = len(ranks)
-    find = ranks.get
-    cuts = list(range(len(token) + 1))
-    pairs = [find(token[n : n + 2], never) for n in range(len(token) - 1)]
-    while len(pairs) > 1:
-        best = min(pairs)
-        if best >= own_rank:
-            return 0
-        n = pairs.index(best)
-        del cuts[n + 1], pairs[n]
-        if n:
-            pairs[n - 1] = find(token[cuts[n - 1] : cuts[n + 1]], never)
-        if n < len(pairs):
-            pairs[n] = find(token[cuts[n] : cuts[n + 2]], never)
-    return cuts[1] if pairs else 0
+            yield f"{text[:at]} {text[at:]}"
 
 
 def read_chat_templates(folder: Path) -> tuple[str | None, dict[str, str]]:
@@ -265,6 +252,8 @@ def _special_names(path: Path, n_ranks: int, size: int) -> dict[int, str]:
 
 
 def _check_unique(folder: Path, tokens: list[str]) -> None:
+    if len(set(tokens)) == len(tokens):
+        return
     first: dict[str, int] = {}
     for token_id, token in enumerate(tokens):
         if first.setdefault(token, token_id) != token_id:

@@ -14,7 +14,7 @@ from tiktoken.load import load_tiktoken_bpe
 
 import tiny
 import tiny_vocab
-from conversion import ConversionError
+from conversion import ConversionError, merging
 from conversion.config import Config
 from conversion.vocab import Vocabulary, merges, printable, read_ranks, read_vocabulary
 from gguf_ext import Plan
@@ -90,6 +90,53 @@ def test_merges_are_what_the_definition_says(rng: np.random.Generator) -> None:
     found = list(merges(tokens))
     assert found == expected
     assert 300 < len(found) < len(tokens) - 256 - 300  # some resolve, some do not: both ways were taken
+
+
+def overlapping_tokens(rng: np.random.Generator) -> list[bytes]:
+    """What is hard to merge: few letters, runs of one byte, tokens of up to 140 bytes, ranks in any order."""
+    letters = [bytes((byte,)) for byte in rng.choice(256, rng.integers(1, 12), replace=False).tolist()]
+    pool, known = [*letters, b" ", b"="], {bytes((byte,)) for byte in range(256)}
+    tokens = sorted(known)
+    for kind in rng.integers(0, 4, 250).tolist():
+        left, right = (pool[n] for n in rng.integers(0, len(pool), 2).tolist())
+        token = [left + right, left + right[:1], left[:1] + right, left[:1] * int(rng.integers(2, 140))][kind]
+        if len(token) <= 140 and token not in known:
+            known.add(token)
+            pool.append(token)
+            tokens.append(token)
+    if rng.random() < 0.3:
+        tokens = [tokens[n] for n in rng.permutation(len(tokens)).tolist()]
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"FEWEST": 1},  # all short tokens at once
+        {"FEWEST": 1, "LONGEST": 100},
+        {"FEWEST": 1, "MULTIPLIER": 1, "MAX_CHAIN": 1 << 20},  # all tokens in one slot
+        {"FEWEST": 1, "MAX_CHAIN": 0},  # none at once
+    ],
+    ids=["default", "together", "long", "one slot", "alone"],
+)
+def test_merging_many_at_once_is_merging_each(
+    settings: dict[str, int], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setattr(merging, name, value)
+    n_merges = n_others = 0
+    for _ in range(8):
+        tokens = overlapping_tokens(rng)
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        expected = []
+        for rank, token in enumerate(tokens):
+            parts = merged(token, ranks, rank)
+            expected.append(len(parts[0]) if len(parts) == 2 else 0)
+        assert merging.last_merges(tokens) == expected
+        n_merges += np.count_nonzero(expected)
+        n_others += len(tokens) - 256 - np.count_nonzero(expected)
+    assert n_merges > 100 and n_others > 100
 
 
 def test_merges_equal_tiktoken_with_fewer_ranks(rng: np.random.Generator) -> None:
