@@ -116,8 +116,8 @@ class Llama:
             n_batch: rows computed together in a prompt; 0: 512.
             n_outputs: rows per step that may keep logits; 0: 16.
             activations: "exact" computes in float64; the others in float32, with inputs of products with quantized
-                weights rounded to integers, each block by its largest value: "fine" to 16 bits, "fast" to 8, "auto" to 8
-                for weights of type Q2_K to Q6_K, to 16 for all others.
+                weights rounded to integers, each block by its largest value: "fine" to 16 bits, "fast" to 8, "auto" to
+                8 for weights of type Q2_K to Q6_K, to 16 for all others.
             cache_type: type of the latent cache: "f32", "f16", "bf16" or "q8_0", about half of f16, for models whose
                 latents are whole blocks of 32 values.
             seed: seed of calls that name none; None: a new one for each call.
