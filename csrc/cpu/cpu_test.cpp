@@ -13,7 +13,7 @@ namespace delta {
 namespace {
 
 // A new entry of the table needs a case below, a name in delta_test_kernels and a test.
-static_assert(sizeof(CpuKernels) == sizeof(void*) * (2 + 2 * int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 19));
+static_assert(sizeof(CpuKernels) == sizeof(void*) * (3 + 2 * int{kCpuTypes} + 2 * kFloatTypes + int{kCpuInputs} + 19));
 
 CpuKernels table(const std::string& isa) {
     CpuKernels k;

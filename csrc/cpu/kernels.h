@@ -130,8 +130,9 @@ struct ImageAttendCall {
 
 struct CpuKernels {
     const char* isa;
-    int32_t width;   // float lanes
-    bool fast_half;  // one instruction decodes a vector of float16
+    int32_t width;       // float lanes
+    bool fast_half;      // one instruction decodes a vector of float16
+    int32_t float_rows;  // weight rows that many inputs meet at once, in floating point
 
     DotFn dot[kCpuTypes];                                                                   // inputs as the type takes them
     DotFn dot_i8[kCpuTypes];                                                                // kInputI8: the same bits, faster; null for floats

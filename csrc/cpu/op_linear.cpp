@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kRowBlock = 256;             // input rows of one item
 constexpr int64_t kWeightBytes = 256 * 1024;   // weights of one item: they are read once per kRowBlock input rows
 constexpr int64_t kRowStep = 32;               // weight rows come in multiples of this, as wide as the widest panel
-constexpr int64_t kFloatRowStep = 64;          // and of this in floating point, with as many inputs at least
+constexpr int64_t kFloatRowStep = 64;          // of about this in floating point, with as many inputs at least
 
 // One encoded row per token and head; linear is head_linear with one head.
 struct LinearCall {
@@ -98,7 +98,11 @@ Items cpu_linear_items(CpuBackend& self, const FloatCall& c) {
     const int64_t row_blocks = (c.n_rows + kRowBlock - 1) / kRowBlock;
     const int64_t fair = w.mats * w.rows * row_blocks / (int64_t{16} * self.pool.n_used());
     const int64_t cached = std::max<int64_t>(kWeightBytes / static_cast<int64_t>(w.row_bytes()), 1);
-    const int64_t step = rounds_input(self.input_kind(w)) || c.n_rows < kFloatRowStep ? kRowStep : kFloatRowStep;
+    const bool rounds = rounds_input(self.input_kind(w));
+    const int64_t least = rounds || c.n_rows < kFloatRowStep ? kRowStep : kFloatRowStep;
+    // In floating point a panel may have another number of rows, and a part of one costs as much as a whole.
+    const int64_t panel = rounds ? kRowStep : std::min<int64_t>(self.kernels.float_rows, least);
+    const int64_t step = (least + panel - 1) / panel * panel;
     const int64_t chunk = (std::clamp<int64_t>(fair, 1, cached) + step - 1) / step * step;
     const int64_t chunks = (w.rows + chunk - 1) / chunk;
     const int64_t rows_per_item = std::min<int64_t>(c.n_rows, kRowBlock);
